@@ -27,7 +27,7 @@ from transfer.group import Follow, Leader, join
 from transfer.meeting import Meeting
 from transfer.prefix_cache import PrefixCache
 from transfer.prompt_logprobs import CollectedLogprobs
-from transfer.room import Room, RoomTable, Side, State
+from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security, host_port
 from transfer.shm import host_identity
 from transfer.stops import finish_of
@@ -71,7 +71,10 @@ class GrammarReady:
 
 
 class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
-    """Owner of the rooms that one worker holds. Everything here runs on the engine thread."""
+    """Owner of the rooms that one worker holds: the engine thread alone changes them.
+
+    `meet`, `lead` and `resolved` are parts of the build, when there are no rooms yet.
+    """
 
     side: Side
 
@@ -83,7 +86,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._experts_counted: Mapping[str, float] = {}
         self._devices = ""
         self._held: dict[int, H] = {}
-        self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
         self._load = wire.Load()
         self._compiles = CompileCounter()
         self._leader: Leader | None = None
@@ -184,16 +186,17 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """Hold a new room, unless there are too many."""
         if submit.room in self._held:
             return  # the same submit, delivered twice
+        # `capacity_refusal` counts without the submits that are still in the inbox.
+        if len(self._held) > self.config.max_queued_requests:
+            self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
+            return
         # Only this host's monotonic clock counts: other hosts' clocks, and clock changes, do not.
         times = self.clock.monotonic_s(), received_s + submit.left_s, received_s - submit.age_s
         room = Room(submit.room, self.side, *times)
-        if self._rooms.add(room):
-            held = self._held[submit.room] = self.take(submit, room)
-            held.received_s = received_s
-            if held.waits_for_grammar:
-                self._begin_grammar(submit)
-        else:
-            self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
+        held = self._held[submit.room] = self.take(submit, room)
+        held.received_s = received_s
+        if held.waits_for_grammar:
+            self._begin_grammar(submit)
 
     def _begin_grammar(self, submit: wire.Submit) -> None:
         room, grammars = submit.room, self._grammars
@@ -299,8 +302,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def expire(self) -> None:
         """Fail the rooms whose deadline has passed."""
-        for room in self._rooms.expired(self.clock.monotonic_s()):
-            self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
+        now_s = self.clock.monotonic_s()
+        for room in [r for r, held in self._held.items() if held.room.deadline_s < now_s]:
+            self.fail(room, Code.DEADLINE, f"deadline passed in {self.role}")
 
     def has_begun(self, held: H) -> bool:
         """Whether the room has cost more than its place in a queue."""
@@ -315,7 +319,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def _close(self, room: int, state: State, ending: str = "") -> None:
         held = self._held.pop(room)
         held.room.advance(state, self.clock.monotonic_s())
-        self._rooms.remove(room)
         self.release(held)
         if ending != API_GONE:
             stages = {
@@ -345,7 +348,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         return len(self._held)
 
     def resolved(self, opened: OpenedModel, num_pages: int, **more: Any) -> None:
-        """Replace the defaults that the flags left open by the values in force, and log them."""
+        """Take over what is known once the model is open, and log the config that is in force.
+
+        more: fields of the config, by name, that only this role knows.
+        """
         kv = opened.kv
         self._grammars = Grammars(self.config.model_path, opened.model.cfg)
         self._experts_counted = opened.experts.counters

@@ -1,4 +1,4 @@
-"""The states of one transfer, as each side sees it, and the rooms a worker holds.
+"""The states of one transfer, as each side sees it.
 
     prefill:  QUEUED -> GRANTED -> COMPUTING -> SENDING -> DONE
     decode:   QUEUED -> RESERVED -> RECEIVING -> READY -> DECODING -> DONE
@@ -75,35 +75,3 @@ class Room:
         assert state in legal, f"room {self.room} on {self.side.value}: {self.state} -> {state}"
         self.state = state
         self.entered_s[state] = now_s
-
-
-class RoomTable:
-    """The rooms of one worker, bounded."""
-
-    def __init__(self, max_rooms: int) -> None:
-        assert max_rooms > 0
-        self.max_rooms = max_rooms
-        self._rooms: dict[int, Room] = {}
-
-    def __len__(self) -> int:
-        return len(self._rooms)
-
-    def add(self, room: Room) -> bool:
-        """Hold a room; False when the table is full."""
-        assert room.room not in self._rooms, f"room {room.room} twice"
-        if len(self._rooms) >= self.max_rooms:
-            return False
-        self._rooms[room.room] = room
-        return True
-
-    def get(self, room: int) -> Room | None:
-        return self._rooms.get(room)
-
-    def remove(self, room: int) -> None:
-        """Forget a room that has ended."""
-        removed = self._rooms.pop(room)
-        assert removed.state.is_final, f"room {room} removed in {removed.state}"
-
-    def expired(self, now_s: float) -> tuple[Room, ...]:
-        """Rooms whose deadline has passed. now_s: monotonic."""
-        return tuple(room for room in self._rooms.values() if room.deadline_s < now_s)

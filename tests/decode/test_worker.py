@@ -13,7 +13,7 @@ from tests.sim.workers import SimDecode
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.errors import Code
-from transfer.worker import Aborted, ApiGone
+from transfer.worker import Aborted, ApiGone, Submitted
 
 
 def decode(**sizes: int) -> tuple[Alone, SimDecode]:
@@ -73,6 +73,17 @@ def test_a_deadline_is_counted_from_receipt_however_the_wall_clock_is_set() -> N
     alone.clock.advance(40.0)
     alone.turn()
     assert alone.events()[1:] == [("failed", 1, "deadline")]
+
+
+def test_submits_that_came_together_do_not_exceed_the_bound_on_rooms() -> None:
+    alone, worker = decode()
+    legs = tuple(alone.leg(room) for room in range(1, 8))
+    assert all(worker.refusal(leg) is None for leg in legs)  # none of them is held yet
+    worker.handle(Submitted(legs, alone.clock.monotonic_s()))
+    alone.turn()
+    most = worker.config.max_queued_requests + 1
+    assert worker.num_held() == most == 5
+    assert alone.events() == [("failed", room, "queue_full") for room in (6, 7)]
 
 
 def test_the_request_that_has_waited_longest_goes_first_wherever_it_came_in() -> None:

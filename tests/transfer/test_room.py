@@ -1,17 +1,17 @@
-"""A room's states: only legal moves, and a bounded table that remembers what has expired."""
+"""A room's states: only legal moves, each with its time."""
 
 import itertools
 
 import pytest
 
-from transfer.room import LEGAL, Room, RoomTable, Side, State
+from transfer.room import LEGAL, Room, Side, State
 
 PREFILL_PATH = [State.GRANTED, State.COMPUTING, State.SENDING, State.DONE]
 DECODE_PATH = [State.RESERVED, State.RECEIVING, State.READY, State.DECODING, State.DONE]
 
 
-def a_room(side: Side = Side.DECODE, room: int = 7, deadline_s: float = 100.0) -> Room:
-    return Room(room, side, opened_s=10.0, deadline_s=deadline_s, arrival_s=9.0)
+def a_room(side: Side) -> Room:
+    return Room(7, side, opened_s=10.0, deadline_s=100.0, arrival_s=9.0)
 
 
 @pytest.mark.parametrize(
@@ -57,40 +57,3 @@ def test_every_move_outside_the_table_is_caught_and_changes_nothing(side: Side) 
 def test_final_states_lead_nowhere(side: Side) -> None:
     assert State.DONE not in LEGAL[side]
     assert State.FAILED not in LEGAL[side]
-
-
-def test_a_full_table_refuses_and_takes_again_after_a_removal() -> None:
-    table = RoomTable(max_rooms=2)
-    first, second, third = (a_room(room=number) for number in (1, 2, 3))
-    assert table.add(first)
-    assert table.add(second)
-    assert not table.add(third)
-    assert table.get(3) is None
-    first.advance(State.FAILED, 11.0)
-    table.remove(1)
-    assert table.add(third)
-    assert len(table) == 2
-    assert table.get(3) is third
-
-
-def test_a_room_stands_in_the_table_once() -> None:
-    table = RoomTable(max_rooms=2)
-    table.add(a_room())
-    with pytest.raises(AssertionError, match="twice"):
-        table.add(a_room())
-
-
-def test_a_living_room_cannot_be_removed() -> None:
-    table = RoomTable(max_rooms=2)
-    table.add(a_room())
-    with pytest.raises(AssertionError, match="removed in"):
-        table.remove(7)
-
-
-def test_expired_names_the_rooms_whose_deadline_has_passed() -> None:
-    table = RoomTable(max_rooms=3)
-    rooms = [a_room(room=number, deadline_s=20.0 + number) for number in (1, 2, 3)]
-    for room in rooms:
-        table.add(room)
-    assert table.expired(21.0) == ()
-    assert table.expired(22.5) == tuple(rooms[:2])
