@@ -450,7 +450,7 @@ async def _logged(task: Coroutine[Any, Any, None]) -> None:
     try:
         await task
     except Exception:
-        log.exception("routes are no longer followed")
+        log.exception("routes are not exchanged with the registry any more")
 
 
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
