@@ -400,9 +400,6 @@ def readme_names_only_what_exists(root: Path, text: str) -> Iterator[str]:
             path = (parents[-1][1] if parents else root) / token
             if token.endswith("/"):
                 if not path.is_dir():
-                    # The tree may be drawn below a line that names the clone itself.
-                    if not parents and token.strip("/") == "kvferry":
-                        continue
                     yield f"README.md: no folder {path.relative_to(root)}/"
                 parents.append((indent, path))
             elif re.search(r"\.(py|toml|md|lock|txt|jsonl?)$", token) and not path.exists():
