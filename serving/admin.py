@@ -159,10 +159,7 @@ class Admin:
         return _json({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
-        if name != self._model.name:
-            message = f"the model {name!r} does not exist; this server has {self._model.name!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+        check_model(request.path_params["name"], self._model)
         return _json(self._card())
 
     async def model_info(self, request: HttpRequest) -> Response:

@@ -9,7 +9,7 @@ import numpy as np
 from model.pieces import ChunkPrompt
 from model.sampling import SampleOut
 from transfer import wire
-from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
+from transfer.prompt_logprobs import CollectedLogprobs
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ def prefilled(prompt: ToldPrompt, logprobs: CollectedLogprobs | None) -> wire.Ro
         prompt.room,
         "prefilled",
         cached_tokens=prompt.num_cached,
-        prompt_logprobs=told_logprobs(logprobs, prompt.token_ids),
+        prompt_logprobs=None if logprobs is None else logprobs.told(prompt.token_ids),
     )
 
 

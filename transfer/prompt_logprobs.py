@@ -45,10 +45,3 @@ class CollectedLogprobs:
             wire.pack_i32(top_ids),
             wire.pack_f32(tops),
         )
-
-
-def told_logprobs(
-    collected: CollectedLogprobs | None, token_ids: np.ndarray
-) -> wire.PromptLogprobs | None:
-    """The message sent with the first token; None when nobody asked for logprobs."""
-    return None if collected is None else collected.told(token_ids)
