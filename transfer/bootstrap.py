@@ -25,7 +25,7 @@ from transfer.errors import (
     Superseded,
     Unavailable,
 )
-from transfer.layout import check_pair
+from transfer.layout import check_alike, check_pair
 from transfer.route_feeds import RouteFeeds
 from transfer.route_link import RouteLink, open_link
 from transfer.routes import RouteTable
@@ -141,16 +141,10 @@ class Leases:
 
 
 def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
-    prefill, decode = (new, old) if new.role == "prefill" else (old, new)
-    if new.role != old.role:
-        check_pair(prefill, decode)
-        return
-    for field in ("wire_version", "model_digest", "dtype", "kv_spec"):
-        mine, theirs = getattr(new, field), getattr(old, field)
-        if mine != theirs:
-            raise Incompatible(
-                f"{field} differs: {new.worker_id} has {mine}, {old.worker_id} has {theirs}"
-            )
+    if new.role == old.role:
+        check_alike(new, old)
+    else:
+        check_pair(*((new, old) if new.role == "prefill" else (old, new)))
 
 
 def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
@@ -195,7 +189,7 @@ class RegistryServer:
         """Listen; returns the port. Raises ConfigError when it or the routes' port is taken."""
         self._routes_port = await self._feeds.start(host, routes_port)
         try:
-            bound = await self._server.start(host, port)
+            bound = await self._server.start(host, port, "--disaggregation-bootstrap-port")
         except ConfigError:
             await self._feeds.stop()
             raise
@@ -283,7 +277,7 @@ class RegistryServer:
 def registry_host(address: str) -> str:
     """The host of a --registry-address. Raises ConfigError unless it is host:port."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+    if not host or "/" in host or not port.isdigit() or not 0 < int(port) <= 65535:
         raise ConfigError(f"--registry-address must be host:port, got {address!r}")
     return host.strip("[]")
 

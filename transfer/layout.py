@@ -69,22 +69,30 @@ def _joins(last: HeadRun, run: HeadRun) -> bool:
     )
 
 
-def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
-    """Raises Incompatible, naming the field and both values, if the pair cannot work together."""
+def check_alike(one: WorkerInfo, other: WorkerInfo) -> None:
+    """Raises Incompatible, naming the first field of model and pages in which two workers differ.
+
+    All workers of a cluster agree in these, whatever their roles.
+    """
     pairs = [
-        ("wire version", prefill.wire_version, decode.wire_version),
-        ("model digest", prefill.model_digest, decode.model_digest),
-        ("dtype", prefill.dtype, decode.dtype),
+        ("wire version", one.wire_version, other.wire_version),
+        ("model digest", one.model_digest, other.model_digest),
+        ("dtype", one.dtype, other.dtype),
         *(
-            (f"kv {field}", getattr(prefill.kv_spec, field), getattr(decode.kv_spec, field))
-            for field in prefill.kv_spec.__struct_fields__
+            (f"kv {field}", getattr(one.kv_spec, field), getattr(other.kv_spec, field))
+            for field in one.kv_spec.__struct_fields__
         ),
     ]
     for field, left, right in pairs:
         if left != right:
             raise Incompatible(
-                f"{field} differs: {prefill.worker_id} has {left}, {decode.worker_id} has {right}"
+                f"{field} differs: {one.worker_id} has {left}, {other.worker_id} has {right}"
             )
+
+
+def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
+    """Raises Incompatible, naming the field and both values, if the pair cannot work together."""
+    check_alike(prefill, decode)
     _check_backends(prefill, decode)
     plan_heads(
         prefill.kv_spec.num_kv_heads,

@@ -201,7 +201,7 @@ class RpcServer:
 
         self._methods[name] = grpc.unary_stream_rpc_method_handler(behave)
 
-    async def start(self, host: str, port: int, flag: str = "port") -> int:
+    async def start(self, host: str, port: int, flag: str = "--port") -> int:
         """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken.
 
         flag: the flag that sets the port.

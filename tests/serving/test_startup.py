@@ -299,7 +299,17 @@ def test_a_pair_that_cannot_work_is_refused_with_both_values(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("address", ["", "registry", ":8998", "host:", "host:http", "host:0"])
+def test_two_of_a_role_that_differ_hear_which_part_of_the_pages_does() -> None:
+    leases = Leases(ttl_s=3.0)
+    leases.register(worker("decode"), 1, 0.0)
+    with pytest.raises(Incompatible) as caught:
+        leases.register(worker("decode", worker_id="decode-2", page_size=32), 1, 0.0)
+    assert str(caught.value) == "kv page_size differs: decode-2 has 32, decode-1 has 16"
+
+
+@pytest.mark.parametrize(
+    "address", ["", "registry", ":8998", "host:", "host:http", "host:0", "http://host:8998"]
+)
 def test_an_address_without_host_or_port_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +344,8 @@ CASES = {
     ),
     "registry port": Case(
         "registry --disaggregation-bootstrap-port {port}",
-        "kvferry registry: cannot listen on 127.0.0.1:{port}: ",
+        "kvferry registry: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
+        "--disaggregation-bootstrap-port or --host",
     ),
     "HTTP port": Case(
         f"serve --model-path {MODEL} --registry-address {NOWHERE} --port {{port}}",
@@ -378,7 +389,8 @@ CASES = {
     "no rank": Case("up --decode-dp-size 0", "kvferry up: --dp-size must be at least 1, got 0"),
     "control port": Case(
         f"prefill {WORKER} --port {{port}}",
-        "kvferry prefill: cannot listen on 127.0.0.1:{port}: ",
+        "kvferry prefill: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
+        "--port or --host",
     ),
     "data port": Case(
         f"decode {WORKER} --data-port {{port}}",
