@@ -344,8 +344,8 @@ CASES = {
     ),
     "registry port": Case(
         "registry --disaggregation-bootstrap-port {port}",
-        "kvferry registry: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
-        "--disaggregation-bootstrap-port or --host",
+        "kvferry registry: cannot listen on 127.0.0.1:{port}: Address already in use; choose "
+        "another --disaggregation-bootstrap-port or --host",
     ),
     "HTTP port": Case(
         f"serve --model-path {MODEL} --registry-address {NOWHERE} --port {{port}}",
@@ -389,8 +389,8 @@ CASES = {
     "no rank": Case("up --decode-dp-size 0", "kvferry up: --dp-size must be at least 1, got 0"),
     "control port": Case(
         f"prefill {WORKER} --port {{port}}",
-        "kvferry prefill: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
-        "--port or --host",
+        "kvferry prefill: cannot listen on 127.0.0.1:{port}: Address already in use; choose "
+        "another --port or --host",
     ),
     "data port": Case(
         f"decode {WORKER} --data-port {{port}}",
