@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from model.processors import take_threads
 from serving.demo import demo_model_path
-from transfer import open_files
+from transfer import flags, open_files
 from transfer.errors import ConfigError
 
 TRANSFER_BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
@@ -28,26 +29,31 @@ ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
 )
 
 
+class _HelpWithDefaults(argparse.HelpFormatter):
+    """Adds defaults to help texts that do not say them, except those that mean nothing given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, text = action.default, action.help
+        if not text or "default:" in text or isinstance(default, bool | None):
+            return text
+        if default in ("", (), argparse.SUPPRESS):
+            return text
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        return f"{text} (default: {str(default).replace('%', '%%')})"
+
+
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
     """Add every benchmark, `compare` and `plot`. The choice lands in `bench_command`."""
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
-    kernels = commands.add_parser(
-        "kernels", help="time device work against its lower bound, with random weights"
-    )
-    transfer = commands.add_parser(
-        "transfer", help="time the transfer of pages between two processes"
-    )
-    serve = commands.add_parser("serve", help="load a server over HTTP: TTFT, TPOT, ITL, goodput")
-    frontend = commands.add_parser(
-        "frontend", help="measure the HTTP front end with many streams and no model"
-    )
-    routing = commands.add_parser(
-        "routing", help="simulate how prompts are given to workers and ranks"
-    )
-    comparing = commands.add_parser(
-        "compare", help="say what is better or worse in a second file of rows"
-    )
-    plotting = commands.add_parser("plot", help="draw rows as an SVG")
+    add = partial(commands.add_parser, formatter_class=_HelpWithDefaults)
+    kernels = add("kernels", help="time device work against its lower bound, with random weights")
+    transfer = add("transfer", help="time the transfer of pages between two processes")
+    serve = add("serve", help="load a server over HTTP: TTFT, TPOT, ITL, goodput")
+    frontend = add("frontend", help="measure the HTTP front end with many streams and no model")
+    routing = add("routing", help="simulate how prompts are given to workers and ranks")
+    comparing = add("compare", help="say what is better or worse in a second file of rows")
+    plotting = add("plot", help="draw rows as an SVG")
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows to FILE")
     for command in (kernels, serve, routing):  # the others draw no random numbers
@@ -79,7 +85,13 @@ _BUDGET_S = at_least(0.001, float)
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="demo", choices=sorted(SHAPES))
+    parser.add_argument(
+        "--shape",
+        default="demo",
+        choices=sorted(SHAPES),
+        metavar="SHAPE",
+        help=f"shape of the model: {', '.join(sorted(SHAPES))}",
+    )
     parser.add_argument("--only", action="append", choices=KERNEL_PARTS, help="may be repeated")
     parser.add_argument("--budget-s", type=_BUDGET_S, default=0.5, help="seconds per measurement")
 
@@ -305,7 +317,7 @@ def _some_rows(path: Path) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m bench ...`."""
-    parser = argparse.ArgumentParser(prog="kvferry bench", description="Measure and compare.")
+    parser = flags.Parser(prog="kvferry bench", description="Measure and compare.")
     add_subcommands(parser)
     args = parser.parse_args(argv)
     open_files.raise_limit()

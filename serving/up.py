@@ -75,8 +75,9 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
 
 def _parser(prog: str, roles: Roles) -> flags.Parser:
     parser = flags.Parser(prog=prog, description="start prefill, decode and the API on this host")
+    texts = api.HELP | {"model_path": f"{api.HELP['model_path']}; default: the demo model"}
     flags.add_flags(
-        parser, ServeConfig, api.HELP, skip=("registry_address",), optional=("model_path",)
+        parser, ServeConfig, texts, skip=("registry_address",), optional=("model_path",)
     )
     for role in roles:
         parser.add_argument(
@@ -101,7 +102,9 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
         optional=[field.name for field in fields(WorkerConfig)],
     )
     for role, config in roles.items():
-        group = parser.add_argument_group(f"{role} only")
+        group = parser.add_argument_group(
+            f"{role} only", f"--{role}-X sets X for {role} alone, whatever --X says to both roles"
+        )
         skip = (*_SHARED, *_FILLED_IN, "data_host", "data_port")
         flags.add_flags(group, config, flags.WORKER_HELP, prefix=role, skip=skip)
         own = {field.name for field in fields(config)} - {f.name for f in fields(WorkerConfig)}

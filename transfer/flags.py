@@ -56,8 +56,11 @@ class Parser(argparse.ArgumentParser):
             if word != word.encode(errors="replace").decode():
                 self.error(f"expected UTF-8, got {word!r}")
         flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+        if self._subparsers is not None:
+            flags = []  # most belong to the subcommand, whose parser sees them next
         for flag in flags:
-            if flag not in self._option_string_actions:
+            # A word with a blank is a value, as of --server-args "--tp-size 2".
+            if flag not in self._option_string_actions and " " not in flag:
                 self.error(f"unknown flag {flag}{hint(flag, self._option_string_actions)}")
         return super().parse_known_args(words, namespace)
 
@@ -103,6 +106,8 @@ def add_flags(
         }
         if prefix or field.name in optional:
             options["default"] = argparse.SUPPRESS
+            if not prefix and field.default not in (dataclasses.MISSING, "", ()):
+                options["help"] += f" (default: {field.default})"
         elif required:
             options["required"] = True
         else:

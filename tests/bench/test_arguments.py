@@ -4,12 +4,13 @@ import argparse
 
 import pytest
 
-from bench.arguments import server_args
+from bench.arguments import API_KEY_ENV, server_args
 from bench.cli import add_subcommands
+from transfer.flags import Parser
 
 
 def parsed(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="kvferry bench")
     add_subcommands(parser)
     return parser.parse_args(argv)
 
@@ -73,3 +74,30 @@ def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
 def test_flags_of_a_server_that_cannot_be_are_refused(text: str, message: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         server_args(text)
+
+
+@pytest.mark.parametrize("command", ["kernels", "transfer", "serve", "frontend", "routing"])
+def test_a_misspelt_flag_is_told_with_the_one_meant(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(command, "--jason=rows.jsonl")
+    assert ended.value.code == 2
+    line = f"kvferry bench {command}: unknown flag --jason; did you mean --json? "
+    assert capsys.readouterr().err == f"{line}(see kvferry bench {command} --help)\n"
+
+
+def test_help_says_the_defaults_and_no_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(API_KEY_ENV, "a-key-that-nobody-sees")
+    with pytest.raises(SystemExit) as ended:
+        parsed("serve", "--help")
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one for each --concurrency (default: 64)" in text
+    assert "tokens of a prompt (default: 512)" in text
+    assert "key to send as a bearer token; default: $KVFERRY_API_KEY --server-args" in text
+    assert "a-key-that-nobody-sees" not in text
+    assert "SUPPRESS" not in text
+    assert "default: None" not in text

@@ -282,7 +282,9 @@ def test_arguments_that_mean_nothing_are_refused(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    assert "usage: kvferry bench" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvferry bench")
+    assert line.endswith(" --help)")
 
 
 def test_the_load_client_starts_without_jax():
