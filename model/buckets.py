@@ -139,7 +139,8 @@ def check_page_size(page_size: int, chunk_size: int, context_length: int) -> Non
         )
     if chunk_size % page_size:
         raise ModelError(
-            f"--page-size {page_size} does not divide --chunked-prefill-size {chunk_size}"
+            f"--page-size {page_size} does not divide --chunked-prefill-size {chunk_size}; "
+            "give values that fit"
         )
 
 

@@ -192,15 +192,20 @@ class ModelConfig:
         Raises ModelError naming file, field, value got and values accepted.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise ModelError(
-                f"--model-path {folder} is not a folder; it takes a checkpoint on this machine, "
-                "such as `hf download` makes"
-            )
+        check_folder(folder)
         fields = Fields.read(folder / "config.json")
         generation = folder / "generation_config.json"
         extra = Fields.read(generation) if generation.exists() else None
         return _config(fields, extra)
+
+
+def check_folder(path: Path) -> None:
+    """Raises ModelError unless the path is a folder, as it is not if it names a model on a hub."""
+    if not path.is_dir():
+        raise ModelError(
+            f"--model-path {path} is not a folder; it takes a checkpoint on this machine, "
+            "such as `hf download` makes"
+        )
 
 
 def _config(fields: Fields, generation: Fields | None) -> ModelConfig:

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from model.config import check_folder
 from serving import api
 from serving.children import ChildSpec, Supervisor, in_time, supervise
 from serving.config import ServeConfig
@@ -56,8 +57,7 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
         args, {role: _worker_config(config, args, role, "") for role, config in started.items()}
     )
     front = flags.config_from(ServeConfig, args, registry_address="")
-    if not model_path.is_dir():
-        raise ConfigError(f"--model-path {model_path} is not a folder")
+    check_folder(model_path)
     if front.chat_template:
         try:
             Path(front.chat_template).open("rb").close()

@@ -383,7 +383,10 @@ CASES = {
         f"up --model-path {MODEL} --port {{port}}",
         "kvferry up: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",
     ),
-    "no model": Case("up --model-path {folder}/m", "kvferry up: --model-path {folder}/m is not a"),
+    "no model": Case(
+        "up --model-path {folder}/m",
+        "kvferry up: --model-path {folder}/m is not a folder; it takes a checkpoint on this",
+    ),
     "no group": Case("up --decode 0", "kvferry up: --decode must be 1 to 256, got 0"),
     "many groups": Case("up --prefill 257", "kvferry up: --prefill must be 1 to 256, got 257"),
     "no rank": Case("up --decode-dp-size 0", "kvferry up: --dp-size must be at least 1, got 0"),
