@@ -79,7 +79,7 @@ class TraceExporter:
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # then the thread is awake anyway
+            pass  # the thread takes what is queued, and looks at `_closing` after it
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("%d requests were not traced: no time is left", self._queue.qsize())

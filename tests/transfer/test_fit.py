@@ -59,10 +59,28 @@ async def test_who_does_not_fit_hears_both_values(monkeypatch: pytest.MonkeyPatc
             await ask(address, a_worker("decode", model_digest="d2"))
 
 
-async def test_who_it_does_not_fit_may_be_dead_and_leave_meanwhile() -> None:
+@pytest.fixture
+def misfit_seen(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once a worker has found that it does not fit; from then on it waits for long."""
+    seen, found = asyncio.Event(), bootstrap._misfit
+
+    def misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
+        error = found(info, view)
+        if error is not None:
+            seen.set()
+        return error
+
+    monkeypatch.setattr(bootstrap, "_misfit", misfit)
+    monkeypatch.setattr(bootstrap, "SILENCE_S", 2 * PATIENCE_S)
+    return seen
+
+
+async def test_who_it_does_not_fit_may_be_dead_and_leave_meanwhile(
+    misfit_seen: asyncio.Event,
+) -> None:
     async with registry_with(a_worker("prefill")) as (server, address):
         asking = asyncio.create_task(ask(address, a_worker("decode", model_digest="d2")))
-        await asyncio.sleep(0)
+        await asyncio.wait_for(misfit_seen.wait(), PATIENCE_S)
         assert server.leases.deregister("prefill-0", 1)
         await asking
 
@@ -75,20 +93,11 @@ async def test_who_it_does_not_fit_may_be_about_to_leave() -> None:
 
 
 async def test_a_registry_that_goes_away_while_it_is_asked_refuses_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+    misfit_seen: asyncio.Event,
 ) -> None:
-    monkeypatch.setattr(bootstrap, "SILENCE_S", PATIENCE_S)
     async with registry_with(a_worker("prefill")) as (server, address):
-        seen = asyncio.Event()
-        found = bootstrap._misfit
-
-        def misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
-            seen.set()
-            return found(info, view)
-
-        monkeypatch.setattr(bootstrap, "_misfit", misfit)
         asking = asyncio.create_task(ask(address, a_worker("decode", model_digest="d2")))
-        await asyncio.wait_for(seen.wait(), PATIENCE_S)
+        await asyncio.wait_for(misfit_seen.wait(), PATIENCE_S)
         await server.stop()
         await asking
 
