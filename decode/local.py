@@ -13,7 +13,7 @@ import numpy as np
 
 from decode.admission import Admission, Seat
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
-from model.pieces import Piece, fill, tokens_of
+from model.pieces import ChunkLimits, Piece, pack
 from transfer.prefix_cache import Sharing
 
 MAX_SEQS = 8  # prompts of one chunk and rank
@@ -74,9 +74,7 @@ class LocalQueue:
         """chunk_tokens, chunk_pages: limits of one rank's chunk; the pages hold a whole prompt."""
         self._admission = admission
         self._waiting: list[deque[LocalPrompt]] = [deque() for _ in admission.caches]
-        self._page_size = page_size
-        self._chunk_tokens = chunk_tokens
-        self._chunk_pages = chunk_pages
+        self._limits = ChunkLimits(chunk_tokens, MAX_SEQS, chunk_pages, page_size)
 
     def add(self, prompt: LocalPrompt) -> None:
         """Queue a prompt."""
@@ -97,38 +95,21 @@ class LocalQueue:
         return len(waiting), sum(prompt.num_left for prompt in waiting)
 
     def _take(self, waiting: deque[LocalPrompt]) -> Sequence[Piece[LocalPrompt]]:
-        pieces: list[Piece[LocalPrompt]] = []
-        tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
-        short = [x.num_left if x.num_left <= self._chunk_tokens else 0 for x in waiting]
-        shorter = sum(short)  # tokens of the short prompts not reached yet
-        for prompt, own in zip(tuple(waiting), short, strict=True):
-            if not tokens_left or len(pieces) == MAX_SEQS:
-                break
-            shorter -= own
-            if prompt.num_planned <= prompt.seat.num_cached:
-                # None of it is computed yet, and others may have computed its beginning by now.
-                self._admission.share(prompt.seat)
-                prompt.num_planned = prompt.seat.num_cached
-            num_tokens = tokens_of(prompt.num_left, tokens_left, self._chunk_tokens, shorter)
-            if not num_tokens:
-                continue
-            num_pages = pages_for(prompt.num_planned + num_tokens, self._page_size)
-            if num_pages > pages_left:
-                break
-            piece = Piece(prompt, prompt.num_planned, num_tokens)
-            pieces.append(piece)
-            self._planned(piece)
-            tokens_left -= num_tokens
-            pages_left -= num_pages
-            if piece.is_last:
-                waiting.remove(prompt)
-        longer = fill(pieces, tokens_left, pages_left, self._page_size)
-        if longer is not None:
-            self._planned(longer)
-        return pieces
+        most = self._limits.tokens
+        short = [x.num_left if x.num_left <= most else 0 for x in waiting]
+        return pack(tuple(waiting), short, self._limits, self._begin, self._planned)
+
+    def _begin(self, prompt: LocalPrompt, tokens_left: int, shorter: int) -> bool:
+        if prompt.num_planned <= prompt.seat.num_cached:
+            # None of it is computed yet, and others may have computed its beginning by now.
+            self._admission.share(prompt.seat)
+            prompt.num_planned = prompt.seat.num_cached
+        return True
 
     def _planned(self, piece: Piece[LocalPrompt]) -> None:
         piece.prompt.num_planned = piece.end
+        if piece.is_last:
+            self._waiting[piece.prompt.rank].remove(piece.prompt)
         self._admission.computed(piece.prompt.seat, piece.end)
 
     def __len__(self) -> int:

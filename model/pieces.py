@@ -1,6 +1,6 @@
-"""Runs of prompts' tokens that are packed into chunks."""
+"""Runs of prompts' tokens, and how they are packed into chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -47,24 +47,84 @@ class Piece[Q: ChunkPrompt]:
         return self.end == self.prompt.num_tokens
 
 
-def tokens_of(left: int, tokens_left: int, chunk_tokens: int, shorter: int) -> int:
-    """Tokens of a prompt that a chunk takes, the oldest prompts first; 0 where it has to wait.
+class PackedPrompt(ChunkPrompt, Protocol):
+    """A prompt that goes into chunks piece by piece."""
 
-    left: tokens left of the prompt. tokens_left: room left in the chunk. shorter: tokens of the
-    prompts behind it that need no more than one chunk each. A prompt that needs more leaves them a
-    quarter of the chunk, if they have so many: else they would wait for its last chunk.
+    @property
+    def num_planned(self) -> int:
+        """Tokens that are computed, cached or in a chunk that was dispatched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """What one chunk of one rank takes at most."""
+
+    tokens: int
+    seqs: int  # prompts
+    pages: int  # of context, tokens of this chunk included
+    page_size: int
+
+    @property
+    def part_of_shorter(self) -> int:
+        """Tokens that a prompt of several chunks leaves to prompts that need only one."""
+        return self.tokens // 4
+
+    def tokens_of(self, left: int, tokens_left: int, shorter: int) -> int:
+        """Tokens of a prompt that a chunk takes; 0 if the prompt has to wait for a later one.
+
+        left: tokens left of the prompt. tokens_left: room left in the chunk. shorter: tokens of
+        the prompts behind it that need no more than one chunk each. A prompt that needs more
+        leaves them a quarter of the chunk, if they have so many: else they would wait for its last
+        chunk.
+        """
+        if left > self.tokens:
+            tokens_left = max(tokens_left - min(self.part_of_shorter, shorter), 0)
+        return min(left, tokens_left)
+
+
+def pack[Q: PackedPrompt](
+    prompts: Sequence[Q],
+    short: Sequence[int],
+    limits: ChunkLimits,
+    begin: Callable[[Q, int, int], bool],
+    planned: Callable[[Piece[Q]], None],
+) -> tuple[Piece[Q], ...]:
+    """Pack one chunk: the prompts in their order, until a limit is reached.
+
+    short: for each prompt the tokens left of it, if one chunk would do; else 0.
+    begin: called with each prompt that is reached, and with the `tokens_left` and `shorter` of
+    `tokens_of`; false if the prompt has to wait. planned: called with each piece, and again with a
+    piece that got more tokens in the end.
     """
-    if left > chunk_tokens:
-        tokens_left = max(tokens_left - min(part_of_shorter(chunk_tokens), shorter), 0)
-    return min(left, tokens_left)
+    pieces: list[Piece[Q]] = []
+    tokens_left, pages_left = limits.tokens, limits.pages
+    shorter = sum(short)  # tokens of the short prompts not reached yet
+    for prompt, own in zip(prompts, short, strict=True):
+        if not tokens_left or len(pieces) == limits.seqs:
+            break
+        shorter -= own
+        if not begin(prompt, tokens_left, shorter):
+            continue
+        left = prompt.num_tokens - prompt.num_planned
+        num_tokens = limits.tokens_of(left, tokens_left, shorter)
+        if not num_tokens:
+            continue
+        num_pages = pages_for(prompt.num_planned + num_tokens, limits.page_size)
+        if num_pages > pages_left:
+            break
+        piece = Piece(prompt, prompt.num_planned, num_tokens)
+        pieces.append(piece)
+        planned(piece)
+        tokens_left -= num_tokens
+        pages_left -= num_pages
+    longer = _fill(pieces, tokens_left, pages_left, limits.page_size)
+    if longer is not None:
+        planned(longer)
+    return tuple(pieces)
 
 
-def part_of_shorter(chunk_tokens: int) -> int:
-    """Tokens of a chunk that a prompt of several chunks leaves to prompts that need only one."""
-    return chunk_tokens // 4
-
-
-def fill[P: Piece](pieces: list[P], tokens_left: int, pages_left: int, page_size: int) -> P | None:
+def _fill[P: Piece](pieces: list[P], tokens_left: int, pages_left: int, page_size: int) -> P | None:
     """Give a chunk's free room to the first piece whose prompt needs more; return its new piece.
 
     Shorter prompts may want less than was left to them: the chunk takes no more prompts, or a

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model.buckets import pages_for
-from model.pieces import Piece, fill, part_of_shorter, tokens_of
+from model.pieces import ChunkLimits, Piece, pack
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing, reusable_tokens
 
@@ -69,9 +69,7 @@ class PrefillScheduler:
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
-        self._chunk_tokens = chunk_tokens
-        self._chunk_seqs = chunk_seqs
-        self._chunk_pages = chunk_pages
+        self._limits = ChunkLimits(chunk_tokens, chunk_seqs, chunk_pages, page_size)
         self._prompts: dict[int, Prompt] = {}
         self._ready: list[Prompt] = []  # granted, with tokens left to plan; oldest first
         self._is_dry = False  # the last plan left out a prompt that found no pages
@@ -116,47 +114,15 @@ class PrefillScheduler:
 
         Oldest first, but a prompt longer than a chunk leaves part of it to shorter ones.
         """
-        pieces: list[Piece[Prompt]] = []
-        tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
-        may_start = True
         short = [self._if_short(prompt) for prompt in self._ready]
-        shorter = sum(short)  # tokens of the short prompts not reached yet
         self._is_dry = False
-        for prompt, own in zip(tuple(self._ready), short, strict=True):
-            if tokens_left == 0 or len(pieces) == self._chunk_seqs:
-                break
-            shorter -= own
-            if not prompt.pages:
-                if not self._has_turn(prompt, tokens_left, shorter):
-                    continue
-                # First come, first served: once one finds too few pages, no younger prompt starts.
-                # Prompts that hold pages go on: they must finish to free what an older one needs.
-                may_start = may_start and self._start(prompt)
-                if not may_start:
-                    self._is_dry = True
-                    continue
-            left = prompt.num_tokens - prompt.num_planned
-            num_tokens = tokens_of(left, tokens_left, self._chunk_tokens, shorter)
-            if not num_tokens:
-                continue
-            num_pages = self.pages_of(prompt.num_planned + num_tokens)
-            if num_pages > pages_left:
-                break
-            piece = Piece(prompt, prompt.num_planned, num_tokens)
-            pieces.append(piece)
-            tokens_left -= num_tokens
-            pages_left -= num_pages
-            self._planned(piece)
-        longer = fill(pieces, tokens_left, pages_left, self._page_size)
-        if longer is not None:
-            self._planned(longer)
-        return tuple(pieces)
+        return pack(tuple(self._ready), short, self._limits, self._begin, self._planned)
 
     @property
     def has_room(self) -> bool:
         """Whether the next chunk could take more than the prompts that wait for it."""
         requests, tokens = self.pending()
-        is_full = requests >= self._chunk_seqs or tokens >= self._chunk_tokens
+        is_full = requests >= self._limits.seqs or tokens >= self._limits.tokens
         return not is_full and not self._is_dry
 
     @property
@@ -166,10 +132,10 @@ class PrefillScheduler:
         A prompt that needs several chunks leaves part of each to prompts that need one. 0 if no
         prompt needs several, or if short ones have taken their part already.
         """
-        if self._is_dry or len(self._ready) >= self._chunk_seqs:
+        if self._is_dry or len(self._ready) >= self._limits.seqs:
             return 0
         short = sum(self._if_short(prompt) for prompt in self._ready)
-        return max(part_of_shorter(self._chunk_tokens) - short, 0)
+        return max(self._limits.part_of_shorter - short, 0)
 
     def pending(self) -> tuple[int, int]:
         """Requests that may be computed but are not yet, and their tokens left to compute.
@@ -207,7 +173,7 @@ class PrefillScheduler:
         """Tokens left of a prompt, if one chunk would do and it may have pages; else 0."""
         left = prompt.num_tokens - prompt.num_planned
         waits_for_pages = self._is_dry and not prompt.pages
-        return 0 if left > self._chunk_tokens or waits_for_pages else left
+        return 0 if left > self._limits.tokens or waits_for_pages else left
 
     def _leave(self, prompt: Prompt) -> None:
         """Take a prompt out of those that may be computed, before all of it was planned."""
@@ -215,13 +181,24 @@ class PrefillScheduler:
         if not prompt.pages:
             self._is_dry = False  # it may have been the one that found no pages
 
+    def _begin(self, prompt: Prompt, tokens_left: int, shorter: int) -> bool:
+        """Whether the next piece may be of the prompt; see `pack`. One not begun is started."""
+        if prompt.pages:
+            return True
+        if not self._has_turn(prompt, tokens_left, shorter):
+            return False
+        # First come, first served: once one finds too few pages, no younger prompt starts.
+        # Prompts that hold pages go on: they must finish to free what an older one needs.
+        self._is_dry = self._is_dry or not self._start(prompt)
+        return not self._is_dry
+
     def _has_turn(self, prompt: Prompt, tokens_left: int, shorter: int) -> bool:
-        """Whether the chunk has tokens for a prompt not begun; shorter: see `tokens_of`."""
+        """Whether the chunk has tokens for a prompt that is not begun."""
         left = prompt.num_tokens
-        if tokens_of(left, tokens_left, self._chunk_tokens, shorter):
+        if self._limits.tokens_of(left, tokens_left, shorter):
             return True
         left -= len(prompt.sharing.cached(self._cache)) * self._page_size
-        return tokens_of(left, tokens_left, self._chunk_tokens, shorter) > 0
+        return self._limits.tokens_of(left, tokens_left, shorter) > 0
 
     def _start(self, prompt: Prompt) -> bool:
         """Share cached pages and reserve the rest; False while there are too few free pages."""
