@@ -34,6 +34,8 @@ _PROBE_TIMEOUT_S = 5.0
 
 # These flags of `up` take no role as a prefix: they go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
+# Nor do these: workers of both roles must agree in them, or no page could pass between them.
+_ALIKE = ("load_format", "dtype", "page_size", "kv_cache_dtype")
 _MEETING_PORTS = range(20_000, 32_000)
 _QUEUED = WorkerConfig.max_queued_requests
 _MOST_GROUPS = 256  # of one role on one machine
@@ -103,9 +105,11 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
     )
     for role, config in roles.items():
         group = parser.add_argument_group(
-            f"{role} only", f"--{role}-X sets X for {role} alone, whatever --X says to both roles"
+            f"{role} only",
+            f"--{role}-X sets X for {role} alone, whatever --X says to both roles. Both must agree "
+            f"in {', '.join(map(flags.flag_name, _ALIKE))}, which have no such form.",
         )
-        skip = (*_SHARED, *_FILLED_IN, "data_host", "data_port")
+        skip = (*_SHARED, *_ALIKE, *_FILLED_IN, "data_host", "data_port")
         flags.add_flags(group, config, flags.WORKER_HELP, prefix=role, skip=skip)
         own = {field.name for field in fields(config)} - {f.name for f in fields(WorkerConfig)}
         flags.add_flags(

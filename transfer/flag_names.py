@@ -33,7 +33,11 @@ def hint(flag: str, known: Collection[str]) -> str:
     if flag == _ROLES:
         return "; each role is a command: kvferry prefill, kvferry decode, kvferry up for all"
     ours = _ELSEWHERE.get(flag)
-    if ours is None:
+    # Names with something in front: --decode-page-size is --page-size.
+    shorter = [name for name in known if name[:2] == "--" and flag.endswith(name[1:])]
+    if ours is None and shorter:
+        close = [max(shorter, key=len)]
+    elif ours is None:
         close = difflib.get_close_matches(flag, known, n=1)
     else:
         close = [ours] if ours in known else []

@@ -20,8 +20,7 @@ def test_fp8_pages_and_int8_weights_answer_alike_each_time_and_near_the_recorded
     numbers = load_file(GOLDEN / "golden.safetensors")
     with up(
         f"--model-path={GOLDEN / 'model'}",
-        "--prefill-kv-cache-dtype=fp8_e4m3",
-        "--decode-kv-cache-dtype=fp8_e4m3",
+        "--kv-cache-dtype=fp8_e4m3",
         "--prefill-quantization=int8",
         "--decode-quantization=int8",
         "--prefill-tp-size=2",

@@ -196,6 +196,7 @@ def parse_front(*argv: str) -> ServeConfig:
         (["--max-model-len=9"], "unknown flag --max-model-len; did you mean --context-length? ("),
         (["--max-num-seqs", "9"], "unknown flag --max-num-seqs ("),  # decode's alone
         (["--disaggregation-mode=prefill"], "; each role is a command: kvferry prefill, kvferry d"),
+        (["--decode-page-size=16"], "unknown flag --decode-page-size; did you mean --page-size? ("),
         (["--page", "16"], "unknown flag --page; did you mean --page-size? ("),
         (["--tp-size", "two"], "argument --tp-size: invalid int value: 'two' ("),
         (["--mem-fraction-static", "half"], "argument --mem-fraction-static: invalid float value"),

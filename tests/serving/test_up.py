@@ -215,6 +215,7 @@ def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
 def test_workers_that_do_not_fit_together_are_told_so(
     commands: list[Command], tmp_path: Path
 ) -> None:
-    command = start_up(commands, tmp_path, MODEL, 0, "--decode-page-size=32")
+    command = start_up(commands, tmp_path, MODEL, 0, "--decode-quantization=int8")
     line = refused(command)
-    assert re.search(r"kv page_size differs: prefill-\S+ has 16, decode-\S+ has 32", line)
+    digests = r"prefill-\S+ has (\w+), decode-\S+ has \1-int8-layers"
+    assert re.search(f"model digest differs: {digests}", line)
