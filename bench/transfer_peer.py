@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,7 @@ import numpy as np
 from bench.host_limits import PageWork
 from bench.transfer_pools import pool_of
 from model.config import KVSpec
-from transfer.backend import FirstToken
-from transfer.errors import Code
+from transfer.backend import Finished, PagesArrived, ReceiverEvent, SenderLost
 from transfer.nixl import NixlReceiver
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver
@@ -71,9 +70,7 @@ class Peer:
             port=0,
             kv=spec_of(work),
             tp_size=1,
-            on_pages=self._on_pages,
-            on_finish=self._on_finish,
-            on_lost=self._on_lost,
+            on_event=self._on_event,
             stall_timeout_s=STALL_TIMEOUT_S,
         )
 
@@ -99,21 +96,22 @@ class Peer:
         counters = dict(self._receiver.counters)
         return {"cpu_s": times.user + times.system, "lost": self._lost, "counters": counters}
 
-    def _on_pages(self, room: int, page_start: int, shards: Sequence[np.ndarray]) -> None:
-        if self.places:
-            (pages,) = shards
-            ids = self._ids[room % AHEAD][page_start : page_start + pages.shape[2]]
-            self._pool.place(ids, pages)
-
-    def _on_finish(self, room: int, first: FirstToken) -> None:
-        self._receiver.ack(room)
-        self._receiver.forget(room)
-        self._receiver.expect(room + AHEAD, EPOCH, self._work.num_pages)
-
-    def _on_lost(self, rooms: Sequence[int], message: str, code: Code) -> None:
-        with self._lock:
-            self._lost += len(rooms)
-        print(f"lost {len(rooms)} rooms: {message}", file=sys.stderr)
+    def _on_event(self, event: ReceiverEvent) -> None:
+        match event:
+            case PagesArrived(room, page_start, [pages]):
+                if self.places:
+                    ids = self._ids[room % AHEAD][page_start : page_start + pages.shape[2]]
+                    self._pool.place(ids, pages)
+            case Finished(room):
+                self._receiver.ack(room)
+                self._receiver.forget(room)
+                self._receiver.expect(room + AHEAD, EPOCH, self._work.num_pages)
+            case SenderLost(rooms, message):
+                with self._lock:
+                    self._lost += len(rooms)
+                print(f"lost {len(rooms)} rooms: {message}", file=sys.stderr)
+            case _:
+                raise AssertionError(f"one shard each, got {event!r}")
 
 
 def main() -> None:

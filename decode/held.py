@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from decode.admission import Seat
 from decode.engine import StepInFlight
 from decode.local import LocalPrompt
@@ -14,28 +12,7 @@ from model.sampling import SampleOut
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.chunk_times import ChunkTimes
-from transfer.errors import Code
 from transfer.role import HeldRoom
-
-
-@dataclass(frozen=True)
-class PagesArrived:
-    room: int
-    page_start: int
-    shards: list[np.ndarray]
-
-
-@dataclass(frozen=True)
-class Finished:
-    room: int
-    first: FirstToken
-
-
-@dataclass(frozen=True)
-class SenderLost:
-    rooms: tuple[int, ...]
-    message: str
-    code: Code
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,7 @@ from decode.config import DecodeConfig
 from decode.constrained import ConstrainedSlots
 from decode.engine import FirstAsk, SlotStart, StepEngine
 from decode.grants import GrantSender
-from decode.held import (
-    Finished,
-    GrantFailed,
-    Held,
-    LocalFlight,
-    PagesArrived,
-    SenderLost,
-    StepFlight,
-    is_local,
-)
+from decode.held import GrantFailed, Held, LocalFlight, StepFlight, is_local
 from decode.loads import Loads
 from decode.local import LocalPrompt, LocalQueue
 from decode.opening import build_engine, most_local
@@ -40,7 +31,7 @@ from model.buckets import PrefillBuckets
 from model.page_runs import memory_pinner
 from model.sampling import NOT_A_TOKEN
 from transfer import wire
-from transfer.backend import FirstToken, PageReceiver
+from transfer.backend import Finished, FirstToken, PageReceiver, PagesArrived, SenderLost
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.chunk_times import next_chunk
@@ -103,9 +94,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             staging_bytes=config.transfer_staging_bytes,
             pin=memory_pinner(opened.model.mesh),
             kv=opened.kv,
-            on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
-            on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
-            on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
+            on_event=self.inbox.post,
         )
         data_address = receiver.start()
         facts = PoolFacts.of(opened)

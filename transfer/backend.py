@@ -222,10 +222,42 @@ class SenderEvent:
     shipped: Shipped | None = field(default=None, compare=False)
 
 
-OnEvent = Callable[[SenderEvent], None]
-OnPages = Callable[[int, int, list[np.ndarray]], None]
-OnFinish = Callable[[int, FirstToken], None]
-OnLost = Callable[[tuple[int, ...], str, Code], None]
+@dataclass(frozen=True)
+class PagesArrived:
+    """A run of pages is complete.
+
+    shards: one array per shard, [layers, planes, n, page_size, heads of the shard, head_dim], now
+    the listener's.
+    """
+
+    room: int
+    page_start: int
+    shards: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All pages of the grant were delivered; decode continues from `first`."""
+
+    room: int
+    first: FirstToken
+
+
+@dataclass(frozen=True)
+class SenderLost:
+    """Rooms whose pages will not be completed.
+
+    code: GONE if the sender gave them up, PEER_LOST if the connection to it is gone.
+    """
+
+    rooms: tuple[int, ...]
+    message: str
+    code: Code
+
+
+ReceiverEvent = PagesArrived | Finished | SenderLost
+OnSenderEvent = Callable[[SenderEvent], None]
+OnReceiverEvent = Callable[[ReceiverEvent], None]
 
 
 class PageSender(Protocol):
@@ -284,14 +316,7 @@ class PageSender(Protocol):
 
 
 class PageReceiver(Protocol):
-    """Decode's end. Its callbacks come from threads of its own:
-
-    on_pages(room, page_start, shards): a run of pages is complete; one array per shard,
-        [layers, planes, n, page_size, heads of the shard, head_dim], now the callee's.
-    on_finish(room, first): all pages of the grant were delivered; decode continues from `first`.
-    on_lost(rooms, message, code): rooms whose pages will not be completed. GONE: the sender
-        gave them up. PEER_LOST: the connection to the sender is gone.
-    """
+    """Decode's end. Its events come from threads of its own."""
 
     @property
     def counters(self) -> Counter[str]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from model import processors
-from transfer.backend import OnEvent, PageReceiver, PageSender
+from transfer.backend import OnSenderEvent, PageReceiver, PageSender
 from transfer.buffers import PinMemory
 from transfer.nixl import NixlReceiver, NixlSender
 from transfer.rpc import Security
@@ -28,7 +28,7 @@ def open_sender(
     security: Security,
     connections: int,
     sender_id: str,
-    on_event: OnEvent,
+    on_event: OnSenderEvent,
 ) -> PageSender:
     """Prefill's end. connections: the most to each decode worker.
 
@@ -59,8 +59,8 @@ def open_receiver(
 ) -> PageReceiver:
     """Decode's end, not started.
 
-    pin: called for memory that receives pages; NIXL pins its own. more: host, port, kv and the
-    callbacks of TcpReceiver.
+    pin: called for memory that receives pages; NIXL pins its own. more: host, port, kv and
+    on_event of TcpReceiver.
 
     Raises ConfigError when TLS files, the backend or staging_bytes cannot be used.
     """

@@ -6,14 +6,24 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from model.config import KVSpec
 from transfer import wire
-from transfer.backend import FirstToken, Frame, Kind, OnFinish, OnLost, OnPages, Refused
+from transfer.backend import (
+    Finished,
+    FirstToken,
+    Frame,
+    Kind,
+    OnReceiverEvent,
+    PagesArrived,
+    ReceiverEvent,
+    Refused,
+    SenderLost,
+)
 from transfer.errors import BadMessage, Code, FrameRefused
 
 log = logging.getLogger(__name__)
@@ -38,13 +48,6 @@ class _Expected:
     finished: bool = False
     spoiled: bool = False  # a frame was refused, so the sender gives the room up
     feeder: "Feeder | None" = None
-
-
-class Arrived(NamedTuple):
-    """A run of pages, complete: one array per shard, [layers, planes, n, page_size, heads, dim]."""
-
-    page_start: int
-    shards: list[np.ndarray]
 
 
 class Feeder(Protocol):
@@ -176,7 +179,7 @@ class Inbound:
             expected.spoiled = True
             expected.runs.clear()  # nothing will complete them, and their memory may be lent
 
-    def pages(self, frame: Frame, payload: np.ndarray) -> Arrived | None:
+    def pages(self, frame: Frame, payload: np.ndarray) -> PagesArrived | None:
         """Take over a checked frame's payload, u8[n]; returns the run it completes, if any."""
         expected = self._rooms[frame.room]
         values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
@@ -200,7 +203,7 @@ class Inbound:
             shards = run.shards
         end = frame.page_start + frame.num_pages
         expected.delivered[frame.page_start : end] = b"\1" * frame.num_pages
-        return Arrived(frame.page_start, shards)
+        return PagesArrived(frame.room, frame.page_start, shards)
 
     def finish(self, frame: Frame) -> None:
         """Take a checked FINISH. Raises FrameRefused when pages are missing."""
@@ -227,13 +230,9 @@ class Inbound:
 class Receiver(ABC):
     """Base of every transfer.backend.PageReceiver. A backend adds connections (feeders)."""
 
-    def __init__(
-        self, kv: KVSpec, tp_size: int, on_pages: OnPages, on_finish: OnFinish, on_lost: OnLost
-    ) -> None:
+    def __init__(self, kv: KVSpec, tp_size: int, on_event: OnReceiverEvent) -> None:
         self.counters: Counter[str] = Counter()
-        self._on_pages = on_pages
-        self._on_finish = on_finish
-        self._on_lost = on_lost
+        self._on_event = on_event
         self._lock = threading.Lock()
         self._inbound = Inbound(kv, tp_size)
         self._closed = False
@@ -289,32 +288,27 @@ class Receiver(ABC):
         if not intact:
             self.damaged()
         _check_kind(frame)
-        kind = frame.kind
-        arrived: Arrived | None = None
-        first: FirstToken | None = None
+        event: ReceiverEvent | None
         try:
-            if kind is Kind.FINISH:
-                first = wire.decode(meta, FirstToken)
+            if frame.kind is Kind.FINISH:
+                event = Finished(frame.room, wire.decode(meta, FirstToken))
             with self._lock:
                 # Even if `admits` checked it: the room may have ended while the payload came.
                 self._inbound.check(frame, feeder)
-                if kind is Kind.PAGES:
-                    arrived = self._inbound.pages(frame, payload)
+                if frame.kind is Kind.PAGES:
+                    event = self._inbound.pages(frame, payload)
                     self.counters["frames"] += 1
                     self.counters["bytes"] += payload.nbytes
-                elif kind is Kind.FINISH:
+                elif frame.kind is Kind.FINISH:
                     self._inbound.finish(frame)
                 else:
                     self._inbound.forget(frame.room)
+                    event = SenderLost((frame.room,), "cancelled by the sender", Code.GONE)
         except (FrameRefused, BadMessage) as error:
             self._refuse(feeder, frame, error)
             return
-        if arrived is not None:
-            self._on_pages(frame.room, arrived.page_start, arrived.shards)
-        elif first is not None:
-            self._on_finish(frame.room, first)
-        elif kind is Kind.CANCEL:
-            self._on_lost((frame.room,), "cancelled by the sender", Code.GONE)
+        if event is not None:
+            self._on_event(event)
 
     def damaged(self) -> NoReturn:
         """A frame's digest is wrong: raises BadMessage, which ends the connection.
@@ -337,7 +331,7 @@ class Receiver(ABC):
             for room in rooms:
                 self._inbound.forget(room)
         if rooms and not self._closed:
-            self._on_lost(rooms, message, Code.PEER_LOST)
+            self._on_event(SenderLost(rooms, message, Code.PEER_LOST))
 
     def count(self, what: str) -> None:
         with self._lock:

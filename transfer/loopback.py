@@ -16,10 +16,8 @@ from transfer.backend import (
     DIGEST_BYTES,
     HEADER_BYTES,
     Frame,
-    OnEvent,
-    OnFinish,
-    OnLost,
-    OnPages,
+    OnReceiverEvent,
+    OnSenderEvent,
     digest_at_once,
     whole_frame,
 )
@@ -192,7 +190,7 @@ class LoopbackSender(Sender):
         self,
         network: LoopbackNetwork,
         security: Security,
-        on_event: OnEvent,
+        on_event: OnSenderEvent,
         max_frame_bytes: int = 16 << 20,
     ) -> None:
         super().__init__(on_event, max_frame_bytes)
@@ -212,11 +210,9 @@ class LoopbackReceiver(Receiver):
         security: Security,
         kv: KVSpec,
         tp_size: int,
-        on_pages: OnPages,
-        on_finish: OnFinish,
-        on_lost: OnLost,
+        on_event: OnReceiverEvent,
     ) -> None:
-        super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
+        super().__init__(kv, tp_size, on_event)
         self.security = security
         self._network = network
 

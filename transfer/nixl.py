@@ -21,7 +21,7 @@ import numpy as np
 
 from model.config import KVSpec
 from transfer import wire
-from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import BadMessage, ConfigError, Incompatible, PeerLost
 from transfer.framing import Connection
@@ -188,7 +188,7 @@ class NixlSender(TcpSender):
         self,
         security: Security,
         sender_id: str,
-        on_event: OnEvent,
+        on_event: OnSenderEvent,
         max_frame_bytes: int = 16 << 20,
         stall_timeout_s: float = 3.0,
         connections: int = 1,
@@ -337,16 +337,12 @@ class NixlReceiver(TcpReceiver):
         port: int,
         kv: KVSpec,
         tp_size: int,
-        on_pages: OnPages,
-        on_finish: OnFinish,
-        on_lost: OnLost,
+        on_event: OnReceiverEvent,
         stall_timeout_s: float = 3.0,
         staging_bytes: int = 0,
     ) -> None:
         """Raises ConfigError where NIXL is not installed, or when staging_bytes is too small."""
-        super().__init__(
-            security, host, port, kv, tp_size, on_pages, on_finish, on_lost, stall_timeout_s
-        )
+        super().__init__(security, host, port, kv, tp_size, on_event, stall_timeout_s)
         self.shape = slot_shape(kv.page_bytes // tp_size, tp_size, FRAME_BYTES, staging_bytes)
         _say_what_tls_leaves_out(security)
         self.agent = Agent("decode", is_target=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from model.buckets import MAX_RUN_PAGES, geometric
 from transfer import wire
-from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent, Shipped
+from transfer.backend import FirstToken, Frame, Kind, OnSenderEvent, Refused, SenderEvent, Shipped
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import BadMessage, Unavailable
 from transfer.layout import HeadRun
@@ -78,7 +78,7 @@ class Sender(ABC):
     for it afterwards is dropped.
     """
 
-    def __init__(self, on_event: OnEvent, max_frame_bytes: int, connections: int = 1) -> None:
+    def __init__(self, on_event: OnSenderEvent, max_frame_bytes: int, connections: int = 1) -> None:
         """connections: the most lanes to one receiver."""
         assert max_frame_bytes > 0
         assert connections > 0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from model.config import KVSpec
 from transfer import wire
-from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent
 from transfer.buffers import PinMemory
 from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
 from transfer.framing import Connection
@@ -50,7 +50,7 @@ class ShmSender(TcpSender):
         self,
         security: Security,
         sender_id: str,
-        on_event: OnEvent,
+        on_event: OnSenderEvent,
         max_frame_bytes: int = 16 << 20,
         stall_timeout_s: float = 3.0,
         is_demand: bool = False,
@@ -162,9 +162,7 @@ class ShmReceiver(TcpReceiver):
         port: int,
         kv: KVSpec,
         tp_size: int,
-        on_pages: OnPages,
-        on_finish: OnFinish,
-        on_lost: OnLost,
+        on_event: OnReceiverEvent,
         stall_timeout_s: float = 3.0,
         staging_bytes: int = 0,
         is_demand: bool = False,
@@ -176,9 +174,7 @@ class ShmReceiver(TcpReceiver):
         Raises ConfigError when staging_bytes is too small, or shared memory is demanded where
         there is none.
         """
-        super().__init__(
-            security, host, port, kv, tp_size, on_pages, on_finish, on_lost, stall_timeout_s, pin
-        )
+        super().__init__(security, host, port, kv, tp_size, on_event, stall_timeout_s, pin)
         self.pin = pin
         self.shape = slot_shape(kv.page_bytes // tp_size, tp_size, FRAME_BYTES, staging_bytes)
         self._identity = host_identity() if identity is None else identity

@@ -19,10 +19,8 @@ from transfer.backend import (
     NO_PAYLOAD,
     Frame,
     Kind,
-    OnEvent,
-    OnFinish,
-    OnLost,
-    OnPages,
+    OnReceiverEvent,
+    OnSenderEvent,
     whole_frame,
     without_payload,
 )
@@ -61,7 +59,7 @@ class TcpSender(Sender):
         self,
         security: Security,
         sender_id: str,
-        on_event: OnEvent,
+        on_event: OnSenderEvent,
         max_frame_bytes: int = 16 << 20,
         stall_timeout_s: float = 3.0,
         connections: int = 1,
@@ -245,14 +243,12 @@ class TcpReceiver(Receiver):
         port: int,
         kv: KVSpec,
         tp_size: int,
-        on_pages: OnPages,
-        on_finish: OnFinish,
-        on_lost: OnLost,
+        on_event: OnReceiverEvent,
         stall_timeout_s: float = 3.0,
         pin: PinMemory | None = None,
     ) -> None:
         """pin: called for memory that receives pages."""
-        super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
+        super().__init__(kv, tp_size, on_event)
         self.security = security
         self.stall_timeout_s = stall_timeout_s
         self.context = server_context(security)

@@ -1,4 +1,4 @@
-"""Both ends of a transfer backend, with every callback recorded; the same for every backend."""
+"""Both ends of a transfer backend, with every event recorded; the same for every backend."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -11,7 +11,16 @@ import numpy as np
 from model.config import KVSpec
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, bits_of, sharded
 from transfer import wire
-from transfer.backend import FirstToken, PageReceiver, PageSender, SenderEvent
+from transfer.backend import (
+    Finished,
+    FirstToken,
+    PageReceiver,
+    PagesArrived,
+    PageSender,
+    ReceiverEvent,
+    SenderEvent,
+    SenderLost,
+)
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Code
 from transfer.layout import plan_heads
@@ -24,7 +33,7 @@ from transfer.tcp import TcpReceiver, TcpSender
 
 
 class Diary:
-    """Callbacks of both ends, in the order of their calls."""
+    """Events of both ends, in the order in which they were told."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -34,21 +43,21 @@ class Diary:
         self.lost: list[tuple[int, ...]] = []
         self.order: list[str] = []
 
-    def on_event(self, event: SenderEvent) -> None:
+    def on_sender_event(self, event: SenderEvent) -> None:
         self._write(self.events, event, event.kind)
 
-    def on_pages(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
-        # A copy, since keeping a view would keep the backend's memory.
-        kept = [np.array(shard) for shard in shards]
-        self._write(self.pages, (room, page_start, kept), "pages")
-
-    def on_finish(self, room: int, first: FirstToken) -> None:
-        self._write(self.finished, (room, first), "finish")
-
-    def on_lost(self, rooms: tuple[int, ...], message: str, code: Code) -> None:
-        assert message
-        assert code is (Code.GONE if "cancelled" in message else Code.PEER_LOST)
-        self._write(self.lost, rooms, "receiver lost")
+    def on_receiver_event(self, event: ReceiverEvent) -> None:
+        match event:
+            case PagesArrived(room, page_start, shards):
+                # A copy, since keeping a view would keep the backend's memory.
+                kept = [np.array(shard) for shard in shards]
+                self._write(self.pages, (room, page_start, kept), "pages")
+            case Finished(room, first):
+                self._write(self.finished, (room, first), "finish")
+            case SenderLost(rooms, message, code):
+                assert message
+                assert code is (Code.GONE if "cancelled" in message else Code.PEER_LOST)
+                self._write(self.lost, rooms, "receiver lost")
 
     def _write(self, where: list[Any], what: Any, word: str) -> None:
         with self.changed:
@@ -160,16 +169,14 @@ class TcpEnds(Ends):
             0,
             kv,
             tp_size,
-            diary.on_pages,
-            diary.on_finish,
-            diary.on_lost,
+            diary.on_receiver_event,
             stall_timeout_s,
         )
         self.address = self.receiver.start()
         self.sender = TcpSender(
             sender_security,
             "prefill-0",
-            diary.on_event,
+            diary.on_sender_event,
             max_frame_bytes,
             stall_timeout_s,
             connections,
@@ -226,9 +233,7 @@ class ShmEnds(TcpEnds):
             0,
             kv,
             tp_size,
-            diary.on_pages,
-            diary.on_finish,
-            diary.on_lost,
+            diary.on_receiver_event,
             stall_timeout_s,
             staging_bytes or max(4, 2 * tp_size) * FRAME_BYTES,
             demands[1],
@@ -238,7 +243,7 @@ class ShmEnds(TcpEnds):
         self.sender = ShmSender(
             sender_security,
             "prefill-0",
-            diary.on_event,
+            diary.on_sender_event,
             max_frame_bytes,
             stall_timeout_s,
             demands[0],
@@ -269,9 +274,7 @@ class NixlEnds(TcpEnds):
             0,
             kv,
             tp_size,
-            diary.on_pages,
-            diary.on_finish,
-            diary.on_lost,
+            diary.on_receiver_event,
             stall_timeout_s,
             staging_bytes or max(4, 2 * tp_size) * FRAME_BYTES,
         )
@@ -279,7 +282,7 @@ class NixlEnds(TcpEnds):
         self.sender = NixlSender(
             sender_security,
             "prefill-0",
-            diary.on_event,
+            diary.on_sender_event,
             max_frame_bytes,
             stall_timeout_s,
             connections,
@@ -303,12 +306,12 @@ class LoopbackEnds(Ends):
             receiver_security,
             kv,
             tp_size,
-            diary.on_pages,
-            diary.on_finish,
-            diary.on_lost,
+            diary.on_receiver_event,
         )
         self.address = self.receiver.start()
-        self.sender = LoopbackSender(self.network, sender_security, diary.on_event, max_frame_bytes)
+        self.sender = LoopbackSender(
+            self.network, sender_security, diary.on_sender_event, max_frame_bytes
+        )
 
     def until(self, done: Callable[[], bool]) -> None:
         self.network.pump_all()

@@ -5,13 +5,13 @@ from typing import cast
 import numpy as np
 import pytest
 
-from decode.held import Finished, GrantFailed, PagesArrived, SenderLost
+from decode.held import GrantFailed
 from decode.speculation import Speculation
 from tests.sim.alone import PAGE, Alone
 from tests.sim.network import chain, draw, kv_of
 from tests.sim.workers import SimDecode
 from transfer import wire
-from transfer.backend import FirstToken
+from transfer.backend import Finished, FirstToken, PagesArrived, SenderLost
 from transfer.errors import Code
 from transfer.worker import Aborted, ApiGone, Submitted
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from model.config import KVSpec
-from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent
 from transfer.errors import BadMessage
 from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
@@ -176,7 +176,7 @@ class Link(Lane):
 class SimSender(Sender):
     """Prefill's end."""
 
-    def __init__(self, fabric: Fabric, on_event: OnEvent, max_frame_bytes: int) -> None:
+    def __init__(self, fabric: Fabric, on_event: OnSenderEvent, max_frame_bytes: int) -> None:
         super().__init__(on_event, max_frame_bytes)
         self._fabric = fabric
 
@@ -198,11 +198,9 @@ class SimReceiver(Receiver):
         address: str,
         kv: KVSpec,
         tp_size: int,
-        on_pages: OnPages,
-        on_finish: OnFinish,
-        on_lost: OnLost,
+        on_event: OnReceiverEvent,
     ) -> None:
-        super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
+        super().__init__(kv, tp_size, on_event)
         self._fabric = fabric
         self._address = address
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from decode.config import DecodeConfig
-from decode.held import Finished, PagesArrived, SenderLost
 from decode.local import MAX_SEQS
 from decode.rings import ringed_window
 from decode.worker import DecodeWorker
@@ -199,9 +198,7 @@ class SimDecode(DecodeWorker):
             f"sim://{plan.worker_id}",
             KVSpec(1, plan.stored_heads, 1, plan.page_size, "float32"),
             plan.tp_size,
-            on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
-            on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
-            on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
+            on_event=self.inbox.post,
         )
         self.receiver = receiver
         window = ringed_window(facts, plan.local_tokens)

@@ -15,8 +15,8 @@ _RECEIVER = """
 import sys
 from tests.transfer.samples import KV, SECURITY
 from {module} import {kind}
-receiver = {kind}(SECURITY, "127.0.0.1", 0, KV, 1, lambda *a: print("pages", flush=True),
-                  lambda *a: print("finish", flush=True), lambda *a: None, {never_s}, **{more})
+receiver = {kind}(SECURITY, "127.0.0.1", 0, KV, 1,
+                  lambda event: print(type(event).__name__, flush=True), {never_s}, **{more})
 address = receiver.start()
 receiver.expect(1, 1, {num_pages})
 print(address, flush=True)
@@ -41,7 +41,7 @@ for start in (0, 2):
 
 
 def receiving(what: str, num_pages: int = 4, **more: object) -> str:
-    """A program: expects room 1, prints its address, then each callback. what: module and class."""
+    """A program: expects room 1, prints its address, then each event. what: module and class."""
     module, _, kind = what.rpartition(".")
     return _RECEIVER.format(
         module=module, kind=kind, num_pages=num_pages, never_s=NEVER_S, more=more

@@ -33,9 +33,7 @@ def test_auto_and_shm_offer_shared_memory(backend: str, is_demand: bool) -> None
         host="127.0.0.1",
         port=0,
         kv=KV,
-        on_pages=print,
-        on_finish=print,
-        on_lost=print,
+        on_event=print,
         pin=print,
     )
     assert isinstance(sender, ShmSender)
@@ -58,9 +56,7 @@ def test_tcp_offers_nothing() -> None:
         host="127.0.0.1",
         port=0,
         kv=KV,
-        on_pages=print,
-        on_finish=print,
-        on_lost=print,
+        on_event=print,
         pin=print,
     )
     assert type(sender) is TcpSender
@@ -79,9 +75,7 @@ def test_nixl_takes_no_other_way() -> None:
         host="127.0.0.1",
         port=0,
         kv=KV,
-        on_pages=print,
-        on_finish=print,
-        on_lost=print,
+        on_event=print,
     )
     assert type(sender) is NixlSender
     assert type(receiver) is NixlReceiver

@@ -12,6 +12,7 @@ import pytest
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, logical_pages
 from tests.transfer.shm_ends import OpenEnds, deliver, wait_until
 from tests.transfer.test_prefix_cache import cached_prompt, filled, ids
+from transfer.backend import Finished, PagesArrived, ReceiverEvent
 from transfer.errors import BadMessage
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
@@ -94,15 +95,21 @@ def test_memory_that_is_given_back_by_another_thread_is_told_at_once(
     kept: list[list[np.ndarray]] = []
     done: list[int] = []
     ends = open_shm_ends(stall_timeout_s=LONG_S)
+
+    def take(event: ReceiverEvent) -> None:
+        match event:
+            case PagesArrived():
+                kept.append(event.shards)
+            case Finished():
+                done.append(event.room)
+
     receiver = ShmReceiver(
         SECURITY,
         "127.0.0.1",
         0,
         KV,
         1,
-        lambda room, start, shards: kept.append(shards),
-        lambda room, first: done.append(room),
-        lambda rooms, message, code: None,
+        take,
         LONG_S,
         2 * FRAME_BYTES,
     )

@@ -25,7 +25,7 @@ from tests.transfer.children import (
 from tests.transfer.samples import KV, NEEDS_NIXL, SECURITY, a_grant, logical_pages
 from tests.transfer.shm_ends import deliver, wait_until
 from transfer import nixl
-from transfer.backend import FirstToken
+from transfer.backend import FirstToken, PagesArrived, ReceiverEvent
 from transfer.errors import ConfigError, PeerLost
 from transfer.nixl import ABANDONED, Abandoned, NixlReceiver, RegisteredSlots, RemoteSlots
 from transfer.nixl_agent import Agent, Write
@@ -71,7 +71,7 @@ def test_pages_travel_by_nixl_and_both_ends_say_so(open_ends: Open, transport: N
 
 def test_staging_that_holds_too_little_refuses_to_start() -> None:
     with pytest.raises(ConfigError, match=rf"--transfer-staging-bytes .*{4 * FRAME_BYTES}.*4096"):
-        NixlReceiver(SECURITY, "127.0.0.1", 0, KV, 2, print, print, print, staging_bytes=4096)
+        NixlReceiver(SECURITY, "127.0.0.1", 0, KV, 2, print, staging_bytes=4096)
 
 
 def test_memory_that_cannot_be_registered_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_memory_that_cannot_be_registered_refuses_to_start(monkeypatch: pytest.M
 
     monkeypatch.setattr(Agent, "register", refuse)
     with pytest.raises(ConfigError, match=r"no more locked memory.*--transfer-staging-bytes"):
-        NixlReceiver(SECURITY, "127.0.0.1", 0, KV, 1, print, print, print)
+        NixlReceiver(SECURITY, "127.0.0.1", 0, KV, 1, print)
 
 
 @pytest.mark.parametrize("sends", [NixlEnds, TcpEnds])
@@ -127,8 +127,15 @@ def test_a_byte_that_changed_on_the_way_ends_the_connection(
 def test_no_more_is_in_flight_than_the_staging_holds_and_a_cancel_passes(open_ends: Open) -> None:
     kept: list[list[np.ndarray]] = []
     ends = open_ends()
-    on_pages = lambda room, page_start, shards: kept.append(shards)
-    ends.receiver._on_pages = on_pages  # type: ignore[attr-defined]
+    on_event = ends.diary.on_receiver_event
+
+    def keep(event: ReceiverEvent) -> None:
+        if isinstance(event, PagesArrived):
+            kept.append(event.shards)
+        else:
+            on_event(event)
+
+    ends.receiver._on_event = keep  # type: ignore[attr-defined]
     for room in (1, 2):
         ends.receiver.expect(room, 1, 6)
     ends.send_room(1, logical_pages(6), runs_of=1)
@@ -223,7 +230,7 @@ def test_a_write_to_a_frozen_receiver_has_a_deadline_and_its_memory_is_kept(
     with child(RECEIVER) as process:
         ends.address = said(process)
         ends.send_room(1, logical_pages(4), finish=False)
-        assert said(process) == "pages"
+        assert said(process) == "PagesArrived"
         os.kill(process.pid, signal.SIGSTOP)
         # More than the sockets hold, so the write cannot end.
         pages = np.broadcast_to(logical_pages(1), (2, 2, 4096, *logical_pages(1).shape[3:]))
@@ -250,7 +257,7 @@ def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
     with child(RECEIVER) as process:
         ends.address = said(process)
         ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
-        assert said(process) == "pages"
+        assert said(process) == "PagesArrived"
         os.kill(process.pid, how)
         ends.until(lambda: bool(ends.diary.events))
     assert ends.diary.kinds() == [("lost", 1)]

@@ -16,7 +16,16 @@ from tests.contract.transfer_ends import ShmEnds
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages, sharded
 from tests.transfer.shm_ends import OpenEnds, deliver, mapped
 from transfer import wire
-from transfer.backend import FirstToken, Frame, Kind, without_payload
+from transfer.backend import (
+    Finished,
+    FirstToken,
+    Frame,
+    Kind,
+    PagesArrived,
+    ReceiverEvent,
+    SenderLost,
+    without_payload,
+)
 from transfer.errors import ConfigError, PeerLost
 from transfer.framing import Connection
 from transfer.handshake import Offer, greet, introduce
@@ -142,9 +151,7 @@ def test_a_demand_where_memory_cannot_be_shared_refuses_to_start() -> None:
     with pytest.raises(ConfigError, match="shm"):
         ShmSender(SECURITY, "prefill-0", print, is_demand=True, host="")
     with pytest.raises(ConfigError, match="shm"):
-        ShmReceiver(
-            SECURITY, "127.0.0.1", 0, KV, 1, print, print, print, is_demand=True, identity=""
-        )
+        ShmReceiver(SECURITY, "127.0.0.1", 0, KV, 1, print, is_demand=True, identity="")
 
 
 def refuse(*args: object) -> None:
@@ -177,7 +184,7 @@ def test_a_socket_that_cannot_be_had_means_tcp_or_no_start(
 
 def test_staging_that_holds_too_little_refuses_to_start() -> None:
     with pytest.raises(ConfigError, match=rf"--transfer-staging-bytes .*{4 * FRAME_BYTES}.*4096"):
-        ShmReceiver(SECURITY, "127.0.0.1", 0, KV, 2, print, print, print, staging_bytes=4096)
+        ShmReceiver(SECURITY, "127.0.0.1", 0, KV, 2, print, staging_bytes=4096)
 
 
 # --- the Unix socket ------------------------------------------------------------------------------
@@ -297,13 +304,20 @@ class Holder:
             0,
             KV,
             tp_size,
-            lambda room, start, shards: self.kept.append(shards),
-            lambda room, first: self.done.append(room),
-            lambda rooms, message, code: self.lost.append(rooms),
+            self._take,
             PATIENCE_S,
             num_slots * FRAME_BYTES,
         )
         self.address = self.receiver.start()
+
+    def _take(self, event: ReceiverEvent) -> None:
+        match event:
+            case PagesArrived():
+                self.kept.append(event.shards)
+            case Finished():
+                self.done.append(event.room)
+            case SenderLost():
+                self.lost.append(event.rooms)
 
 
 @pytest.fixture

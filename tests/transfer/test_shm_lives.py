@@ -72,7 +72,7 @@ def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
     with child(RECEIVER) as process:
         ends.address = said(process)
         ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
-        assert said(process) == "pages"
+        assert said(process) == "PagesArrived"
         assert mapped() == 1
         os.kill(process.pid, how)
         ends.until(lambda: bool(ends.diary.events))

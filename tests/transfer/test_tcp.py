@@ -17,7 +17,15 @@ from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.children import FROZEN_S, NEVER_S, STALL_S, child, receiving, said, sending
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages
 from transfer import tcp
-from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
+from transfer.backend import (
+    HEADER_BYTES,
+    FirstToken,
+    Frame,
+    Kind,
+    ReceiverEvent,
+    Refused,
+    whole_frame,
+)
 from transfer.clock import SYSTEM_CLOCK, ManualClock
 from transfer.errors import ConfigError, PeerLost, Unauthenticated
 from transfer.framing import Connection
@@ -292,12 +300,12 @@ def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first
         asked_busy.release()
         return is_busy(connection)
 
-    def slowly(*pages: Any) -> None:
+    def slowly(event: ReceiverEvent) -> None:
         clock.advance(STALL_S / 20)
-        ends.diary.on_pages(*pages)
+        ends.diary.on_receiver_event(event)
 
     monkeypatch.setattr(ends.receiver, "busy", busy)
-    monkeypatch.setattr(ends.receiver, "_on_pages", slowly)
+    monkeypatch.setattr(ends.receiver, "_on_event", slowly)
     with raw_peer(ends.address) as (sock, connection):
         sock.sendall(b"".join(pages_frame(num_pages=1, page_start=page) for page in range(40)))
         ends.until(lambda: len(ends.diary.pages) == 40)
@@ -376,7 +384,7 @@ def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
     with child(RECEIVER) as process:
         ends.address = said(process)
         ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
-        assert said(process) == "pages"
+        assert said(process) == "PagesArrived"
         os.kill(process.pid, how)
         ends.until(lambda: bool(ends.diary.events))
     assert ends.diary.kinds() == [("lost", 1)]
@@ -425,7 +433,7 @@ def test_tls_on_one_side_only_carries_nothing(
 
 def test_a_port_in_use_is_a_config_error_that_names_it(ends: TcpEnds) -> None:
     host, port = parse_address(ends.address)
-    second = TcpReceiver(SECURITY, host, port, KV, 1, print, print, print)
+    second = TcpReceiver(SECURITY, host, port, KV, 1, print)
     with pytest.raises(ConfigError, match=str(port)):
         second.start()
 
