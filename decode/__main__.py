@@ -1,6 +1,5 @@
 """`python -m decode`: the same as `kvferry decode`."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 
@@ -24,21 +23,9 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     from decode.opening import build_engine
     from decode.worker import DecodeWorker
-    from model.config import ModelConfig
-    from model.devices import prepare_devices
-    from model.processors import take_threads
-    from transfer.member import Member
-    from transfer.rpc import to_the_end
+    from transfer.process import run
 
-    take_threads(config.cpu_threads, ModelConfig.from_dir(config.model_path).hidden_size)
-    prepare_devices(config.own_devices, config.meeting_host)
-    if config.node_rank:
-        role = DecodeWorker.role
-        member = Member(config, role, security, lambda: build_engine(config)[0].calls)
-        asyncio.run(to_the_end(member.run(flags.announce)))
-        return
-    worker = DecodeWorker(config, security)
-    asyncio.run(to_the_end(worker.run(config.registry_address, flags.announce)))
+    run(config, security, DecodeWorker, lambda: build_engine(config)[0].calls)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`python -m prefill`: the same as `kvferry prefill`."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 
@@ -21,23 +20,11 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     security = flags.security_from(args)
     security.check_reached(config.reached_by)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
-    from model.config import ModelConfig
-    from model.devices import prepare_devices
-    from model.processors import take_threads
     from prefill.opening import build_engine
     from prefill.worker import PrefillWorker
-    from transfer.member import Member
-    from transfer.rpc import to_the_end
+    from transfer.process import run
 
-    take_threads(config.cpu_threads, ModelConfig.from_dir(config.model_path).hidden_size)
-    prepare_devices(config.own_devices, config.meeting_host)
-    if config.node_rank:
-        role = PrefillWorker.role
-        member = Member(config, role, security, lambda: build_engine(config)[0].calls)
-        asyncio.run(to_the_end(member.run(flags.announce)))
-        return
-    worker = PrefillWorker(config, security)
-    asyncio.run(to_the_end(worker.run(config.registry_address, flags.announce)))
+    run(config, security, PrefillWorker, lambda: build_engine(config)[0].calls)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
 from transfer.backend import FirstToken
-from transfer.clock import Clock
+from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, ToldPrompt, first_rows, prefilled
 from transfer.errors import Code, RequestError, Unavailable
 from transfer.grammars import Constraint, Grammars, Outcome
@@ -78,7 +78,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     side: Side
 
-    def __init__(self, config: C, security: Security, clock: Clock) -> None:
+    def __init__(self, config: C, security: Security, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(security, clock, config.host, config.port)
         self.config = config
         self.drain_timeout_s = config.drain_timeout_s

@@ -1,0 +1,28 @@
+"""Runs a process of a worker of either role: the leader of its group, or another member."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from model.calls import Calls
+from model.config import ModelConfig
+from model.devices import prepare_devices
+from model.processors import take_threads
+from transfer import flags
+from transfer.member import Member
+from transfer.role import RoleWorker
+from transfer.rpc import Security, to_the_end
+from transfer.worker_config import WorkerConfig
+
+
+def run[C: WorkerConfig](
+    config: C, security: Security, worker: type[RoleWorker[Any, C]], build: Callable[[], Calls]
+) -> None:
+    """Run until it is told to stop. build(): loads the model; a member then makes these calls."""
+    take_threads(config.cpu_threads, ModelConfig.from_dir(config.model_path).hidden_size)
+    prepare_devices(config.own_devices, config.meeting_host)
+    if config.node_rank:
+        running = Member(config, worker.role, security, build).run(flags.announce)
+    else:
+        running = worker(config, security).run(config.registry_address, flags.announce)
+    asyncio.run(to_the_end(running))
