@@ -8,7 +8,7 @@ rank. On the device every rank counts its own slots and pages, and all ranks tak
 together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -59,14 +59,6 @@ class SlotStart:
     ring: Sequence[int] = ()
 
 
-class FirstAsk(NamedTuple):
-    """How a prompt's first token is drawn, and its length without tokens of earlier attempts."""
-
-    params: SamplingParams
-    num_prompt_tokens: int
-    mask: np.ndarray | None = None  # u32[W], where params have a grammar
-
-
 @dataclass(frozen=True)
 class StepInFlight:
     """One dispatched step."""
@@ -103,9 +95,10 @@ class StepEngine(Protocol):
         num_pages: int | None = None,
     ) -> StepInFlight: ...
     def can_draft(self, slots: np.ndarray) -> bool: ...
-    def run_local(
-        self, plans: Sequence[Sequence[Piece[LocalPrompt]]], asks: Mapping[int, FirstAsk]
-    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]: ...
+    def run_chunk(
+        self, plans: Sequence[Sequence[Piece[LocalPrompt]]]
+    ) -> ChunkInFlight[LocalPrompt]: ...
+    def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut: ...
 
 
 class _StepKind(NamedTuple):
@@ -275,27 +268,20 @@ class DecodeEngine:
         _, most = _places(slots // np.int32(self._rank_slots), self._dp_size)
         return self._buckets.drafting_of(bucket_for(most, self._buckets.slots)) is not None
 
-    def run_local(
-        self, plans: Sequence[Sequence[Piece[LocalPrompt]]], asks: Mapping[int, FirstAsk]
-    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
-        """Dispatch a chunk of prompts, by rank, and the draw of first tokens.
-
-        asks: by room, for prompts that end in this chunk. The draw is None if none do; otherwise
-        its row i belongs to row i of the chunk's logits.
-        """
+    def run_chunk(
+        self, plans: Sequence[Sequence[Piece[LocalPrompt]]]
+    ) -> ChunkInFlight[LocalPrompt]:
+        """Dispatch one packed chunk of every rank; plans: pieces by rank."""
         assert self._chunks is not None, "no chunk was compiled"
         packed = self._chunks.pack(plans)
-        chunk = packed.in_flight(self.calls("chunk", packed.bucket, *packed.arrays))
-        draws = []
-        for placed in chunk.pieces:
-            prompt = placed.piece.prompt
-            if placed.piece.is_last:
-                params, num_prompt, mask = asks[prompt.room]
-                draws.append(FirstSample(placed.row, params, prompt.token_ids, num_prompt, mask))
-        if not draws:
-            return chunk, None
-        kind, arrays = self._chunks.pack_firsts(draws)
-        return chunk, self.calls("sample", kind, *arrays)
+        return packed.in_flight(self.calls("chunk", packed.bucket, *packed.arrays))
+
+    def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
+        """Dispatch the draw of first tokens; row i is drawn from row i of the last chunk."""
+        assert self._chunks is not None, "no chunk was compiled"
+        kind, arrays = self._chunks.pack_firsts(firsts)
+        out: SampleOut = self.calls("sample", kind, *arrays)
+        return out
 
     # --- calls --------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What decode knows of one room, what other threads tell it, and what runs on the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decode.admission import Seat
 from decode.engine import StepInFlight
@@ -12,7 +12,7 @@ from model.sampling import SampleOut
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.chunk_times import ChunkTimes
-from transfer.role import HeldRoom
+from transfer.held import HeldRoom
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Held(HeldRoom):
     to_fill: Sequence[int] = ()  # by the number of a page that prefill sends: the page it fills
     prefill_rank: int = -1  # as the registry told
     num_cached: int = 0  # tokens of its prompt that were in the prefix cache
-    chunks: list[ChunkTimes] = field(default_factory=list)  # of a prompt computed here
     first: FirstToken | None = None  # while it waits for its grammar
 
 

@@ -8,9 +8,8 @@ from decode.engine import StepInFlight
 from decode.held import Held
 from decode.scheduler import DecodeScheduler, StepResult
 from transfer import wire
-from transfer.chunk_times import told_times
+from transfer.chunk_times import micros, told_times
 from transfer.emit import Rows, StepEmitter
-from transfer.role import micros
 
 
 def told_leg(held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:

@@ -7,7 +7,6 @@ work overlaps the device. Everything of one step leaves as one message per API p
 import logging
 from collections import Counter, deque
 from collections.abc import Coroutine
-from itertools import chain
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from decode.admission import Admission, Seat
 from decode.config import DecodeConfig
 from decode.constrained import ConstrainedSlots
-from decode.engine import FirstAsk, SlotStart, StepEngine
+from decode.engine import SlotStart, StepEngine
 from decode.grants import GrantSender
 from decode.held import GrantFailed, Held, LocalFlight, StepFlight, is_local
 from decode.loads import Loads
@@ -28,13 +27,14 @@ from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
 from decode.told import tell_step, told_leg
 from model.buckets import PrefillBuckets
+from model.chunks import FirstSample
 from model.page_runs import memory_pinner
 from model.sampling import NOT_A_TOKEN
 from transfer import wire
 from transfer.backend import Finished, FirstToken, PageReceiver, PagesArrived, SenderLost
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
-from transfer.chunk_times import next_chunk
+from transfer.chunk_times import ChunkTimes, next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
@@ -372,21 +372,23 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _dispatch_local(self) -> None:
         """A chunk of prompts that decode computes itself, ahead of the next step."""
-        plans, now_s = self._local.plan(), self.clock.monotonic_s()
-        asks, times = {}, []
-        for piece in chain.from_iterable(plans):
+        now_s = self.clock.monotonic_s()
+        chunk = self._engine.run_chunk(self._local.plan())
+        firsts: list[FirstSample] = []
+        times: list[ChunkTimes] = []
+        for placed in chunk.pieces:
+            piece = placed.piece
             held = self._held[piece.prompt.room]
             if held.room.state is State.RESERVED:
                 held.num_cached = piece.start
                 held.room.advance(State.RECEIVING, now_s)
                 self.counters["local_prefills"] += 1
             if piece.is_last:
-                submit = held.submit
-                mask = held.constraint.first_mask if held.constraint is not None else None
-                asks[submit.room] = FirstAsk(submit.sampling, submit.num_prompt_tokens, mask)
+                firsts.append(held.first_sample(placed))
             times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end=0))
             self.counters["tokens_computed"] += piece.num_tokens
-        self._inflight.append(LocalFlight(*self._engine.run_local(plans, asks), times))
+        sampled = self._engine.sample_first(firsts) if firsts else None
+        self._inflight.append(LocalFlight(chunk, sampled, times))
 
     def _complete(self, flight: StepFlight | LocalFlight) -> None:
         if isinstance(flight, LocalFlight):

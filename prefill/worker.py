@@ -19,7 +19,7 @@ from model.chunks import ChunkInFlight, FirstSample
 from model.pieces import Piece
 from model.sampling import SampleOut
 from prefill.config import PrefillConfig
-from prefill.held import Held, first_sample
+from prefill.held import Held
 from prefill.opening import build_engine
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import PrefillScheduler, Prompt
@@ -313,7 +313,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 self.counters[f"rank_{piece.prompt.rank}_rooms"] += 1
                 self._routes.bound(piece.prompt.room, piece.prompt.rank)
             if piece.is_last:
-                firsts.append(first_sample(held, placed.row))
+                firsts.append(held.first_sample(placed))
             runs = self._runs_of(held, piece)
             wanted[piece.prompt.rank] += runs
             page_end = held.shipped_pages if runs else 0

@@ -4,9 +4,13 @@ from dataclasses import dataclass
 
 from transfer import wire
 from transfer.backend import Shipped
-from transfer.role import micros
 
 MAX_CHUNKS = 256  # reported for one prompt; later chunks are added to the last one
+
+
+def micros(seconds: float) -> int:
+    """Seconds to microseconds, the unit of offsets in a wire.LegRecord."""
+    return round(seconds * 1e6)
 
 
 @dataclass(slots=True)

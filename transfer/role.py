@@ -5,7 +5,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,15 @@ from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
 from transfer.backend import FirstToken
+from transfer.chunk_times import micros
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, ToldPrompt, first_rows, prefilled
 from transfer.errors import Code, RequestError, Unavailable
-from transfer.grammars import Constraint, Grammars, Outcome
+from transfer.grammars import Grammars, Outcome
 from transfer.group import Follow, Leader, join
+from transfer.held import HeldRoom
 from transfer.meeting import Meeting
 from transfer.prefix_cache import PrefixCache
-from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security, host_port
 from transfer.shm import host_identity
@@ -39,27 +40,6 @@ log = logging.getLogger(__name__)
 API_GONE = "api_gone"  # why a room ended whose API process is gone: nobody is told
 # States in which a room has cost nothing yet but its place in a queue.
 _NOT_BEGUN = (State.QUEUED, State.GRANTED)
-
-
-def micros(seconds: float) -> int:
-    """Seconds to microseconds, the unit of offsets in a wire.LegRecord."""
-    return round(seconds * 1e6)
-
-
-@dataclass(slots=True)
-class HeldRoom:
-    """What a worker of either role knows of one room."""
-
-    submit: wire.Submit
-    room: Room
-    received_s: float = field(init=False)  # monotonic, when the submit reached this process
-    constraint: Constraint | None = field(init=False, default=None)  # once its grammar is compiled
-    # Of a prompt that is computed here, if the request wants them.
-    logprobs: CollectedLogprobs | None = field(init=False, default=None)
-
-    @property
-    def waits_for_grammar(self) -> bool:
-        return self.constraint is None and self.submit.sampling.grammar != ""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from decode.admission import Admission
 from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
-from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepInFlight
+from decode.engine import DecodeEngine, SlotStart, StepInFlight
 from decode.local import LocalPrompt, local_buckets
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
 from model.buckets import Drafting, decode_buckets
+from model.chunks import FirstSample
 from model.errors import ModelError
 from model.pieces import Piece
 from model.sampling import NOT_A_TOKEN
@@ -240,9 +241,9 @@ def run(
         prompt = LocalPrompt(seat, Sharing(ids, "", 0))
         plans: list[list[Piece[LocalPrompt]]] = [[] for _ in pools]
         plans[seat.rank] = [Piece(prompt, 0, num_tokens)]
-        chunk, out = engine.run_local(plans, {seat.room: FirstAsk(request.params, num_tokens)})
-        assert out is not None
-        request.drawn.append(int(np.asarray(out.ids)[chunk.pieces[0].row]))
+        (placed,) = engine.run_chunk(plans).pieces
+        out = engine.sample_first([FirstSample(placed.row, request.params, ids, num_tokens)])
+        request.drawn.append(int(np.asarray(out.ids)[placed.row]))
         tokens = np.append(ids, request.drawn).astype(np.int32)
         start = SlotStart(seat.slot, tokens, num_tokens, seat.pages, request.params)
         engine.start_slots([start])

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from decode.admission import Seat
-from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
+from decode.engine import DecodeEngine, SlotStart, _places
 from decode.local import LocalPrompt, local_buckets
 from model.buckets import mask_words
+from model.chunks import FirstSample
 from model.pieces import Piece
 from model.programs import Program
 from model.sampling import Asks
@@ -95,8 +96,8 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=7, presence_penalty=0.5)
     pages = [3, 1, 6, 2]
     prompt = LocalPrompt(Seat(5, 40, 0.0, 0, pages=pages), Sharing(ids, "", 0))
-    _, out = led.run_local([[Piece(prompt, 0, 40)]], {5: FirstAsk(params, 40)})
-    assert out is not None
+    led.run_chunk([[Piece(prompt, 0, 40)]])
+    out = led.sample_first([FirstSample(0, params, ids, 40)])
     tokens = [int(out.ids[0])]
     led.start_slots([SlotStart(1, np.append(ids, tokens).astype(np.int32), 40, pages, params)])
     for number in range(8):

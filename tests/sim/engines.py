@@ -5,14 +5,14 @@ contents. Reads that come after later dispatches are counted, to show that the l
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from decode.drafts import NO_DRAFT, REJECTED
-from decode.engine import FirstAsk, SlotStart, StepInFlight
+from decode.engine import SlotStart, StepInFlight
 from decode.local import LocalPrompt
 from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.pieces import Piece
@@ -144,12 +144,7 @@ class ChunkEngine:
         return self._last
 
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
-        ids = np.zeros(len(self._pools) * self._seqs, np.int32)
-        for first in firsts:
-            token_idx = len(first.token_ids) - first.num_prompt_tokens
-            state = int(self._last.logits[first.row])
-            ids[first.row] = draw(state, token_idx, first.params.seed, first.mask)
-        return _sampled(ids, self)
+        return _drawn_first(firsts, self._last, self)
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         assert 0 < max(map(len, page_ids)) <= self.max_run_pages
@@ -228,14 +223,13 @@ class StepEngine:
             assert self._slots[number].params.grammar
             self._slots[number].mask = mask
 
-    def run_local(
-        self, plans: Sequence[Sequence[Piece[LocalPrompt]]], asks: Mapping[int, FirstAsk]
-    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
+    def run_chunk(
+        self, plans: Sequence[Sequence[Piece[LocalPrompt]]]
+    ) -> ChunkInFlight[LocalPrompt]:
         self.dispatched += 1
         assert all(sum(p.num_tokens for p in pieces) <= self._local_chunk for pieces in plans)
         pieces = [piece for rank_pieces in plans for piece in rank_pieces]
         states: Any = np.zeros(len(pieces), np.int64)  # in place of logits
-        ids = np.zeros(len(pieces), np.int32)
         placed: list[Placed[LocalPrompt]] = []
         told: list[tuple[float, int]] = []
         # Rows are not in the pieces' order, so that code which does not look them up is found out.
@@ -244,19 +238,19 @@ class StepEngine:
             states[row] = _compute(self._pools[prompt.rank], piece, f"chunk of room {prompt.room}")
             placed.append(Placed(piece, row, len(told)))
             told += _told(piece)
-            if piece.is_last:
-                params, num_prompt_tokens, mask = asks[prompt.room]
-                token_idx = prompt.num_tokens - num_prompt_tokens
-                ids[row] = draw(states[row], token_idx, params.seed, mask)
             if piece.start and prompt.room not in self._rooms:
                 self.stats["local_prefixes_shared"] += 1
             self.stats["local_logprobs"] += prompt.wants_logprobs
             self.stats["local_prefills" if piece.is_last else "local_chunks_left"] += 1
             self._rooms.add(prompt.room)
-        assert set(asks) == {piece.prompt.room for piece in pieces if piece.is_last}
         wants = any(piece.prompt.wants_logprobs for piece in pieces)
-        chunk = ChunkInFlight(tuple(placed), states, _asked(told) if wants else None)
-        return chunk, _sampled(ids, self) if asks else None
+        self._last = ChunkInFlight(tuple(placed), states, _asked(told) if wants else None)
+        return self._last
+
+    def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
+        ends = {placed.row for placed in self._last.pieces if placed.piece.is_last}
+        assert {first.row for first in firsts} == ends
+        return _drawn_first(firsts, self._last, self)
 
     def can_draft(self, slots: np.ndarray) -> bool:
         """A step with many slots has no rows left for drafts."""
@@ -368,6 +362,17 @@ def _asked(rows: list[tuple[float, int]]) -> tuple[Any, Any, Any]:
     logprobs = np.array([logprob for logprob, _ in rows], np.float32)
     top_ids = np.array([[token_id] * NUM_TOP for _, token_id in rows], np.int32)
     return logprobs, top_ids, np.repeat(logprobs[:, None], NUM_TOP, axis=1)
+
+
+def _drawn_first(
+    firsts: Sequence[FirstSample], chunk: ChunkInFlight, engine: ChunkEngine | StepEngine
+) -> SampleOut:
+    ids = np.zeros(len(chunk.logits), np.int32)
+    for first in firsts:
+        token_idx = len(first.token_ids) - first.num_prompt_tokens
+        state = int(chunk.logits[first.row])
+        ids[first.row] = draw(state, token_idx, first.params.seed, first.mask)
+    return _sampled(ids, engine)
 
 
 def _sampled(ids: np.ndarray, engine: ChunkEngine | StepEngine) -> SampleOut:
