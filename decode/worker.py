@@ -444,9 +444,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._load = self._loads.total(self._scheduler.num_running, self.progress)
         self._rank_loads = self._loads.by_rank(self.progress)
 
-    def rank_loads(self) -> tuple[wire.Load, ...]:
-        return self._rank_loads
-
     def state(self) -> wire.WorkerState:
         self._admission.check()
         counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts

@@ -82,7 +82,6 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._routes = TurnRoutes()
         self._publisher: RoutePublisher | None = None  # with several ranks
         self._load_due_s = 0.0
-        self._rank_loads: tuple[wire.Load, ...] = ()
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -451,9 +450,6 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             pages_free=rank.pool.num_free + rank.num_evictable,
             steps=self.progress,
         )
-
-    def rank_loads(self) -> tuple[wire.Load, ...]:
-        return self._rank_loads
 
     def state(self) -> wire.WorkerState:
         self._refresh_load()

@@ -67,6 +67,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._devices = ""
         self._held: dict[int, H] = {}
         self._load = wire.Load()
+        self._rank_loads: tuple[wire.Load, ...] = ()
         self._compiles = CompileCounter()
         self._leader: Leader | None = None
         if config.nnodes > 1:
@@ -323,6 +324,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def load(self) -> wire.Load:
         return self._load
+
+    def rank_loads(self) -> tuple[wire.Load, ...]:
+        return self._rank_loads
 
     def num_held(self) -> int:
         return len(self._held)
