@@ -46,17 +46,20 @@ class Balancer:
             "prefix_aware": _cost_with_prefix,
         }
 
+    def rank_of(self, room: int) -> int:
+        """The rank that follows from the room's number; -1: it is to be picked."""
+        return room % self.dp_size if self.method == "follow_bootstrap_room" else -1
+
     def pick(
         self,
-        room: int,
         num_tokens: int,
         loads: Sequence[RankLoad],
         cached_tokens: Sequence[int],
-        among: Collection[int] | None = None,
+        among: Collection[int],
     ) -> int:
         """Choose the rank for a prompt of num_tokens >= 1, and count it as picked.
 
-        among: ranks to choose from, not empty; None: all. `follow_bootstrap_room` ignores it.
+        among: ranks to choose from, not empty.
 
         loads, cached_tokens: one per rank; cached_tokens is what the rank's cache has of this
         prompt. A caller that binds several prompts in one turn adds each to its rank's load before
@@ -64,8 +67,6 @@ class Balancer:
         busy while its chunks are half empty.
         """
         assert len(loads) == len(cached_tokens) == self.dp_size, (len(loads), len(cached_tokens))
-        if self.method == "follow_bootstrap_room":
-            return room % self.dp_size
         cost = self._costs[self.method]
 
         def order(rank: int) -> tuple[tuple[int, ...], bool, int]:
@@ -74,7 +75,7 @@ class Balancer:
             full = load.pages_free <= 0 and self.method != "round_robin"
             return cost(load, num_tokens - cached_tokens[rank]), full, self._last_picks[rank]
 
-        picked = min(range(self.dp_size) if among is None else sorted(among), key=order)
+        picked = min(sorted(among), key=order)
         self._picks += 1
         self._last_picks[picked] = self._picks
         return picked

@@ -116,8 +116,8 @@ class Ranks:
         at = 0
         while (room_at or beside) and at < len(self._ready):
             prompt = self._ready[at]
-            if prompt.rank < 0 and self._balancer.method == "follow_bootstrap_room":
-                prompt.rank = prompt.room % len(self.ranks)
+            if prompt.rank < 0:
+                prompt.rank = self._balancer.rank_of(prompt.room)
             places = room_at or {at for at, room in beside.items() if prompt.num_tokens <= room}
             if not places or (prompt.rank >= 0 and prompt.rank not in places):
                 if prompt.rank >= 0:
@@ -157,4 +157,4 @@ class Ranks:
     def _picked(self, prompt: Prompt, cached: Sequence[int], fitting: set[int]) -> int:
         """The balancer's choice; its method may prefer a rank that has no room just now."""
         loads = [rank.load() for rank in self.ranks]
-        return self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached, fitting)
+        return self._balancer.pick(prompt.num_tokens, loads, cached, fitting)
