@@ -4,6 +4,7 @@ Pure. Both sides shard pages over kv heads. A side with more shards than the mod
 stores each head several times: stored head j of S holds logical head j * H // S.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transfer.errors import Incompatible
@@ -83,11 +84,7 @@ def check_alike(one: WorkerInfo, other: WorkerInfo) -> None:
             for field in one.kv_spec.__struct_fields__
         ),
     ]
-    for field, left, right in pairs:
-        if left != right:
-            raise Incompatible(
-                f"{field} differs: {one.worker_id} has {left}, {other.worker_id} has {right}"
-            )
+    _check_equal(one, other, pairs)
 
 
 def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
@@ -117,8 +114,15 @@ def _check_backends(prefill: WorkerInfo, decode: WorkerInfo) -> None:
         ]
     else:
         return
+    _check_equal(prefill, decode, pairs)
+
+
+def _check_equal(
+    one: WorkerInfo, other: WorkerInfo, pairs: Sequence[tuple[str, object, object]]
+) -> None:
+    """Raises Incompatible for the first field whose values, one's and the other's, differ."""
     for field, left, right in pairs:
         if left != right:
             raise Incompatible(
-                f"{field} differs: {prefill.worker_id} has {left}, {decode.worker_id} has {right}"
+                f"{field} differs: {one.worker_id} has {left}, {other.worker_id} has {right}"
             )
