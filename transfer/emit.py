@@ -25,6 +25,23 @@ class Rows:
     top_ids: np.ndarray | None = None  # i32[m, 20]
     top_logprobs: np.ndarray | None = None  # f32[m, 20]
 
+    def add_logprobs(
+        self,
+        at: np.ndarray,
+        wanted: np.ndarray,
+        logprobs: np.ndarray,
+        tops: tuple[np.ndarray, np.ndarray] | None,
+    ) -> None:
+        """Add the logprobs with which the tokens were drawn.
+
+        at: i32[n], the tokens' rows in the draw. wanted: i32[n], num_top_logprobs of each.
+        logprobs, tops: of the draw, on the host; tops may be None if nobody wants any.
+        """
+        self.logprobs = logprobs[at]
+        if tops is not None:
+            self.top_rows = np.flatnonzero(wanted > 0).astype(np.int32)
+            self.top_ids, self.top_logprobs = (top[at][self.top_rows] for top in tops)
+
 
 class ToldPrompt(ChunkPrompt, Protocol):
     """What the worker that computed a prompt tells of it."""
@@ -68,11 +85,8 @@ def first_rows(firsts: Sequence[FirstRow], out: SampleOut) -> Rows:
         finish=np.array([first.finish for first in firsts], np.uint8),
     )
     if (wants >= 0).any():
-        packed.logprobs = out.logprobs[at]
-    if (wants > 0).any():
-        packed.top_rows = np.flatnonzero(wants > 0).astype(np.int32)
-        packed.top_ids = out.top_ids[at][packed.top_rows]
-        packed.top_logprobs = out.top_logprobs[at][packed.top_rows]
+        tops = (out.top_ids, out.top_logprobs) if (wants > 0).any() else None
+        packed.add_logprobs(at, wants, out.logprobs, tops)
     return packed
 
 
