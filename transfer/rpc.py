@@ -1,10 +1,19 @@
 """Control plane calls: gRPC generic handlers carrying wire messages, behind a cluster token."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -330,14 +339,8 @@ class RpcClient:
     ) -> M:
         """One request, one reply, within timeout_s."""
         method = self._channel.unary_unary(f"/{SERVICE}/{name}")
-        try:
+        with _errors_of(f"{name} at {self.address}"):
             data = await method(wire.encode(request), timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise _translate(error, f"{name} at {self.address}") from error
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            raise Unavailable(f"{name} at {self.address}: the channel was closed") from None
         return wire.decode(data, reply)
 
     async def stream[M: msgspec.Struct](
@@ -347,14 +350,9 @@ class RpcClient:
         method = self._channel.unary_stream(f"/{SERVICE}/{name}")
         call = method(wire.encode(request), metadata=self._metadata)
         try:
-            async for data in call:
-                yield wire.decode(data, reply)
-        except grpc.aio.AioRpcError as error:
-            raise _translate(error, f"{name} at {self.address}") from error
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            raise Unavailable(f"{name} at {self.address}: the channel was closed") from None
+            with _errors_of(f"{name} at {self.address}"):
+                async for data in call:
+                    yield wire.decode(data, reply)
         finally:
             call.cancel()
 
@@ -414,20 +412,15 @@ class OrderedCalls:
         stream = self._stream
         answer = None
         try:
-            async with asyncio.timeout(timeout_s):
-                await stream.write(data)
-                answer = await stream.read()
+            # A handler's errors come in an answer; other errors end the stream itself.
+            with _errors_of(what, Unavailable):
+                async with asyncio.timeout(timeout_s):
+                    await stream.write(data)
+                    answer = await stream.read()
         except TimeoutError as error:
             raise Unavailable(f"{what}: no answer in time") from error
         except asyncio.InvalidStateError as error:  # the stream ended before the write
             raise Unavailable(f"{what}: {await stream.details()}") from error
-        except grpc.aio.AioRpcError as error:
-            # A handler's errors come in an answer; this error ended the stream itself.
-            raise _translate(error, what, Unavailable) from error
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            raise Unavailable(f"{what}: the channel was closed") from None
         finally:
             if not isinstance(answer, bytes):
                 self.reset()
@@ -480,21 +473,23 @@ def _unexpected(name: str, error: Exception) -> str:
     return f"{name} failed: {type(error).__name__}"
 
 
-def _is_cancelled() -> bool:
-    """Whether a CancelledError is meant for the caller: gRPC also raises it in the calls of a
-    channel that is closed."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def _status(error: RpcError) -> grpc.StatusCode:
     return _STATUS.get(type(error), grpc.StatusCode.INTERNAL)
 
 
-def _translate(
-    error: grpc.aio.AioRpcError, what: str, otherwise: type[RpcError] = RpcError
-) -> RpcError:
-    if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        return Unavailable(f"{what}: no answer in time")
-    kind = _ERRORS.get(error.code(), otherwise)
-    return kind(f"{what}: {error.details()}")
+@contextlib.contextmanager
+def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None]:
+    """Raise gRPC's errors inside as ours, about `what`. otherwise: for a status not of ours."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+            raise Unavailable(f"{what}: no answer in time") from error
+        kind = _ERRORS.get(error.code(), otherwise)
+        raise kind(f"{what}: {error.details()}") from error
+    except asyncio.CancelledError:
+        # gRPC raises it in the calls of a channel that is closed, too: is it meant for the caller?
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            raise
+        raise Unavailable(f"{what}: the channel was closed") from None
