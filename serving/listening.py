@@ -12,7 +12,7 @@ from serving.config import ServeConfig
 from serving.connection import Bound
 from transfer import open_files, ports
 from transfer.errors import ConfigError
-from transfer.rpc import host_port
+from transfer.ports import host_port
 
 log = logging.getLogger(__name__)
 

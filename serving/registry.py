@@ -13,8 +13,9 @@ from transfer import flags
 from transfer.bootstrap import RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
+from transfer.ports import host_port
 from transfer.routes import MAX_ROOMS, TTL_S, RouteTable
-from transfer.rpc import Security, host_port, to_the_end
+from transfer.rpc import Security, to_the_end
 from transfer.signals import on_signals
 from transfer.worker import HEARTBEAT_S
 

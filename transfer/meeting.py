@@ -22,7 +22,7 @@ from model.eplb import TRIVIAL
 from model.weights import dummy_digest, model_digest
 from transfer import flags, ports, wire
 from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
-from transfer.rpc import RpcClient, RpcServer, Security, host_port
+from transfer.rpc import RpcClient, RpcServer, Security
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -296,4 +296,4 @@ def _host_and_port(address: str) -> tuple[str, int]:
 def _free_address(host: str) -> str:
     """host:port where nobody listens now. JAX cannot pick a port itself and report it."""
     with ports.bind(host, 0, "--dist-init-addr") as sock:
-        return host_port(host, sock.getsockname()[1])
+        return ports.host_port(host, sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Binds addresses of this host, by one rule for what a name stands for, whatever listens there."""
+"""Addresses of this host: written and bound by one rule for what a name stands for."""
 
 import contextlib
 import socket
@@ -36,7 +36,12 @@ def _taking(sock: socket.socket, host: str, port: int, flag: str) -> Iterator[No
         yield
     except OSError as error:
         sock.close()
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         raise ConfigError(
-            f"cannot listen on {where}: {error.strerror}; choose another {flag} or --host"
+            f"cannot listen on {host_port(host, port)}: {error.strerror}; choose another {flag} or "
+            "--host"
         ) from error
+
+
+def host_port(host: str, port: int) -> str:
+    """Both as one, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -27,9 +27,10 @@ from transfer.grammars import Grammars, Outcome
 from transfer.group import Follow, Leader, join
 from transfer.held import HeldRoom
 from transfer.meeting import Meeting
+from transfer.ports import host_port
 from transfer.prefix_cache import PrefixCache
 from transfer.room import Room, Side, State
-from transfer.rpc import RpcServer, Security, host_port
+from transfer.rpc import RpcServer, Security
 from transfer.shm import host_identity
 from transfer.stops import finish_of
 from transfer.worker import Aborted, ApiGone, Drain, Submitted, Worker

@@ -219,7 +219,7 @@ class RpcServer:
         # one of its addresses, and be the second server on the others.
         with ports.bind(host, port, flag) as sock:
             numeric = str(sock.getsockname()[0])
-        bound = await self.start_at(host_port(numeric, port))
+        bound = await self.start_at(ports.host_port(numeric, port))
         if not self._most_connections:
             self._counting = asyncio.create_task(open_files.tell_when_short(self._clock))
         return bound
@@ -444,11 +444,6 @@ _STATUS: dict[type[RpcError], grpc.StatusCode] = {
 }
 _ERRORS = {status: kind for kind, status in _STATUS.items()}
 _ERROR_NAMES = {status.name: kind for status, kind in _ERRORS.items()}
-
-
-def host_port(host: str, port: int) -> str:
-    """An address as gRPC reads it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _accept(

@@ -39,6 +39,7 @@ from transfer.handshake import (
 )
 from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
+from transfer.ports import host_port
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
@@ -276,8 +277,7 @@ class TcpReceiver(Receiver):
                 "choose another --data-port or --data-host"
             ) from error
         self.listen(listener, self.feeder)
-        host = f"[{self._host}]" if family == socket.AF_INET6 else self._host
-        return f"tcp://{host}:{listener.getsockname()[1]}"
+        return f"tcp://{host_port(self._host, listener.getsockname()[1])}"
 
     def close(self) -> None:
         self._closed = True
