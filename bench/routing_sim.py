@@ -41,9 +41,7 @@ DECODE_STEP_S = 0.02
 def _rank(cached: bool) -> Rank:
     pool = PagePool(POOL_PAGES)
     cache = PrefixCache(pool, PAGE_SIZE, cached)
-    scheduler = PrefillScheduler(
-        pool, cache, PAGE_SIZE, BUCKETS.tokens[-1], BUCKETS.seqs, BUCKETS.pages
-    )
+    scheduler = PrefillScheduler(pool, cache, BUCKETS.tokens[-1], BUCKETS.seqs, BUCKETS.pages)
     return Rank(pool, cache, scheduler)
 
 

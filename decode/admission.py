@@ -63,7 +63,7 @@ class Admission:
         assert not (caching and ring_pages), "a prefix needs all pages of all layers"
         self._pools = pools
         self.caches = tuple(PrefixCache(pool, page_size, caching) for pool in pools)
-        self._page_size = page_size
+        self.page_size = page_size
         # A seat that grows takes two pages until its ring is whole.
         self._headroom_pages = headroom_pages * (2 if ring_pages else 1)
         self._ring_pages = ring_pages
@@ -158,12 +158,12 @@ class Admission:
             return
         cache, pool = self.caches[seat.rank], self._pools[seat.rank]
         cached = seat.sharing.cached(cache)
-        if len(cached) * self._page_size <= seat.num_cached:
+        if len(cached) * self.page_size <= seat.num_cached:
             return
         pages = cache.share(cached)
         pool.release(seat.pages[: len(pages)])
         seat.pages[: len(pages)] = pages
-        seat.num_cached = len(pages) * self._page_size
+        seat.num_cached = len(pages) * self.page_size
         self._may_fit = True
 
     def computed(self, seat: Seat, num_tokens: int) -> None:
@@ -173,7 +173,7 @@ class Admission:
         """
         if seat.sharing is None:
             return
-        cache, full = self.caches[seat.rank], num_tokens // self._page_size
+        cache, full = self.caches[seat.rank], num_tokens // self.page_size
         filled = seat.sharing.first(cache, full)
         cache.insert(filled, seat.pages[:full])
         # A room that was found too large may need fewer pages of its own now.
@@ -251,7 +251,7 @@ class Admission:
 
     def _need(self, num_tokens: int) -> tuple[int, int]:
         """Pages for a prompt and its first token, and how many more for its ring."""
-        num_pages = num_tokens // self._page_size + 1
+        num_pages = num_tokens // self.page_size + 1
         return num_pages, min(num_pages, self._ring_pages)
 
     def _sit(self, seat: Seat, rank: int) -> None:
@@ -265,7 +265,7 @@ class Admission:
         seat.rank = rank
         seat.pages = [*shared, *fresh[in_ring:]]
         seat.ring = list(fresh[:in_ring])
-        seat.num_cached = len(shared) * self._page_size
+        seat.num_cached = len(shared) * self.page_size
         seat.slot = self._free_slots[rank].pop()
         self._num_seated[rank] += 1
         self._seats[seat.room] = seat

@@ -68,13 +68,11 @@ def local_buckets(local_tokens: int, chunk_tokens: int, page_size: int) -> Prefi
 class LocalQueue:
     """The prompts that wait for chunks, by rank."""
 
-    def __init__(
-        self, admission: Admission, page_size: int, chunk_tokens: int, chunk_pages: int
-    ) -> None:
+    def __init__(self, admission: Admission, chunk_tokens: int, chunk_pages: int) -> None:
         """chunk_tokens, chunk_pages: limits of one rank's chunk; the pages hold a whole prompt."""
         self._admission = admission
         self._waiting: list[deque[LocalPrompt]] = [deque() for _ in admission.caches]
-        self._limits = ChunkLimits(chunk_tokens, MAX_SEQS, chunk_pages, page_size)
+        self._limits = ChunkLimits(chunk_tokens, MAX_SEQS, chunk_pages, admission.page_size)
 
     def add(self, prompt: LocalPrompt) -> None:
         """Queue a prompt."""

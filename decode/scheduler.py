@@ -81,12 +81,12 @@ class OutOfPages(Exception):
 class DecodeScheduler:
     """Owner of the batch. Per-slot facts live in arrays, so a step costs no object per token."""
 
-    def __init__(self, admission: Admission, page_size: int, drafts: int = 0) -> None:
+    def __init__(self, admission: Admission, drafts: int = 0) -> None:
         """drafts: of each slot, in a step that tries drafts."""
-        assert drafts < page_size, "a step enters one page for each slot"
+        assert drafts < admission.page_size, "a step enters one page for each slot"
         slots = admission.num_slots
         self._admission = admission
-        self._page_size = page_size
+        self._page_size = admission.page_size
         self._most_width = 1 + drafts
         self._running: dict[int, Running] = {}  # by slot
         self._room = np.full(slots, -1, np.int64)

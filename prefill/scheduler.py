@@ -61,15 +61,14 @@ class PrefillScheduler:
         self,
         pool: PagePool,
         cache: PrefixCache,
-        page_size: int,
         chunk_tokens: int,
         chunk_seqs: int,
         chunk_pages: int,
     ) -> None:
         self._pool = pool
         self._cache = cache
-        self._page_size = page_size
-        self._limits = ChunkLimits(chunk_tokens, chunk_seqs, chunk_pages, page_size)
+        self._page_size = cache.page_size
+        self._limits = ChunkLimits(chunk_tokens, chunk_seqs, chunk_pages, cache.page_size)
         self._prompts: dict[int, Prompt] = {}
         self._ready: list[Prompt] = []  # granted, with tokens left to plan; oldest first
         self._is_dry = False  # the last plan left out a prompt that found no pages

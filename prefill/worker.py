@@ -129,11 +129,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._refresh_load()
 
     def _make_rank(self, buckets: PrefillBuckets) -> Rank:
-        pool, page_size = PagePool(self._num_pages), self._facts.page_size
-        cache = PrefixCache(pool, page_size, not self.config.disable_radix_cache)
-        scheduler = PrefillScheduler(
-            pool, cache, page_size, buckets.tokens[-1], buckets.seqs, buckets.pages
-        )
+        pool = PagePool(self._num_pages)
+        cache = PrefixCache(pool, self._facts.page_size, not self.config.disable_radix_cache)
+        scheduler = PrefillScheduler(pool, cache, buckets.tokens[-1], buckets.seqs, buckets.pages)
         return Rank(pool, cache, scheduler)
 
     def register_methods(self, server: RpcServer) -> None:

@@ -60,7 +60,7 @@ class OneProcess:
         pool, ring_pages = PagePool(self.rings.pool_pages), self.rings.ring_pages
         admission = Admission([pool], 1, PAGE_SIZE, 0, ring_pages=ring_pages)
         drafts = self._drafting.num_tokens if self._drafting is not None else 0
-        scheduler = DecodeScheduler(admission, PAGE_SIZE, drafts)
+        scheduler = DecodeScheduler(admission, drafts)
         admission.add(0, len(ids), 0.0)
         (seat,) = admission.admit()
         mask = constraint.first_mask if constraint is not None else None
@@ -101,7 +101,7 @@ class OneProcess:
     ) -> int:
         pool = PagePool(self._prefill.num_pages)
         scheduler = PrefillScheduler(
-            pool, PrefixCache(pool, PAGE_SIZE, False), PAGE_SIZE, CHUNK, 1, self._buckets.pages
+            pool, PrefixCache(pool, PAGE_SIZE, False), CHUNK, 1, self._buckets.pages
         )
         prompt = Prompt(0, ids, 0.0)
         scheduler.add(prompt)

@@ -109,7 +109,7 @@ PAGE = 4
 def started(num_pages: int, num_tokens: int, max_new: int) -> tuple[DecodeScheduler, Admission]:
     """A scheduler with three drafts a step and one slot."""
     admission = Admission([PagePool(num_pages)], 1, PAGE, 0)
-    scheduler = DecodeScheduler(admission, PAGE, drafts=3)
+    scheduler = DecodeScheduler(admission, drafts=3)
     admission.add(1, num_tokens, 0.0)
     (seat,) = admission.admit()
     scheduler.start(seat, "api", SamplingParams(max_new, stop_token_ids=(7,)), num_tokens)
@@ -162,7 +162,7 @@ def test_tokens_behind_a_stop_id_are_dropped() -> None:
 
 def test_a_step_asked_for_again_enters_the_page_that_it_had_got() -> None:
     admission = Admission([PagePool(3)], 2, PAGE, 0)
-    scheduler = DecodeScheduler(admission, PAGE, drafts=3)
+    scheduler = DecodeScheduler(admission, drafts=3)
     for room in (1, 2):
         admission.add(room, 3, float(room))
     seats = admission.admit()
@@ -232,7 +232,7 @@ def run(
     engine = engine_of(dp_size)
     pools = [PagePool(engine.num_pages) for _ in range(dp_size)]
     admission = Admission(pools, SLOTS, DEVICE_PAGE, 0)
-    scheduler = DecodeScheduler(admission, DEVICE_PAGE, drafts=3)
+    scheduler = DecodeScheduler(admission, drafts=3)
     for room, request in requests.items():
         admission.add(room, len(request.token_ids), float(room))
     for seat in admission.admit():

@@ -23,7 +23,7 @@ class Desk:
 
     def __init__(self, ranks: int = 1, chunk_tokens: int = 10, chunk_pages: int = 1000) -> None:
         self.admission = Admission([PagePool(100) for _ in range(ranks)], 100, PAGE, 0, True)
-        self.queue = LocalQueue(self.admission, PAGE, chunk_tokens, chunk_pages)
+        self.queue = LocalQueue(self.admission, chunk_tokens, chunk_pages)
 
     def seat(self, room: int, num_tokens: int, rank: int = 0, first: int = 0) -> Seat:
         """first: the prompt's first token; 0: one that no other prompt has."""

@@ -18,7 +18,7 @@ class Bench:
     def __init__(self, num_pages: int = 16, num_slots: int = 4) -> None:
         self.pool = PagePool(num_pages)
         self.admission = Admission([self.pool], num_slots, PAGE, 0)
-        self.scheduler = DecodeScheduler(self.admission, PAGE)
+        self.scheduler = DecodeScheduler(self.admission)
 
     def start(
         self,

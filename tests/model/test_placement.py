@@ -120,7 +120,7 @@ def test_rows_are_counted_once_for_every_expert_that_they_choose() -> None:
     opened = _open("qwen3_moe", 2, 4, 2, policy)
     engine = PrefillEngine(opened, prefill_buckets(16, 2, 128, 16), 0.0, 512, 1)
     pool = PagePool(engine.num_pages)
-    scheduler = PrefillScheduler(pool, PrefixCache(pool, 16, False), 16, 16, 2, 64)
+    scheduler = PrefillScheduler(pool, PrefixCache(pool, 16, False), 16, 2, 64)
     mine = [prompt[:100] for prompt in prompts]
     for room, ids in enumerate(mine):
         scheduler.add(Prompt(room, np.array(ids, np.int32), 0.0))

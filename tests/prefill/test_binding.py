@@ -35,7 +35,7 @@ class Rows(Bench):
 def _rank(num_pages: int, seqs: int) -> Rank:
     pool = PagePool(num_pages)
     cache = PrefixCache(pool, PAGE)
-    return Rank(pool, cache, PrefillScheduler(pool, cache, PAGE, CHUNK, seqs, 64))
+    return Rank(pool, cache, PrefillScheduler(pool, cache, CHUNK, seqs, 64))
 
 
 def test_a_chunk_that_is_full_to_the_token_takes_nobody_more() -> None:

@@ -44,7 +44,7 @@ class Bench:
 def _rank(num_pages: int) -> Rank:
     pool = PagePool(num_pages)
     cache = PrefixCache(pool, PAGE)
-    return Rank(pool, cache, PrefillScheduler(pool, cache, PAGE, CHUNK, SEQS, 64))
+    return Rank(pool, cache, PrefillScheduler(pool, cache, CHUNK, SEQS, 64))
 
 
 def test_one_rank_takes_everything_at_once() -> None:

@@ -28,7 +28,7 @@ class Bench:
         self.pool = PagePool(num_pages)
         self.cache = PrefixCache(self.pool, PAGE, cached)
         self.scheduler = PrefillScheduler(
-            self.pool, self.cache, PAGE, chunk_tokens, chunk_seqs, chunk_pages
+            self.pool, self.cache, chunk_tokens, chunk_seqs, chunk_pages
         )
 
     def add(
