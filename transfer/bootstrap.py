@@ -127,7 +127,7 @@ class Leases:
         worker_id = known.info.worker_id
         what = f"{worker_id} registers with epoch {epoch}, a newer one has {known.epoch}"
         if known.outlived == epoch:
-            raise Superseded(what)
+            raise Superseded(f"{what}; two that shall both run need a --worker-id each")
         self._leases[worker_id] = replace(known, rival=epoch)
         raise Unavailable(f"{what}, and keeps the name unless its lease ends")
 
