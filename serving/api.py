@@ -150,7 +150,8 @@ async def serve(
 
     SIGTERM drains. SIGINT, a second SIGTERM, or a SIGTERM before the server takes clients ends at
     once. seat: this process's place among several, None when it serves alone. Raises ConfigError
-    when another process has taken the port meanwhile.
+    when another process has taken the port meanwhile, and Unauthenticated when the registry, as
+    soon as it is reached, refuses the token.
     """
     metrics = Metrics()
     own = config if seat is None else seat.share_of(config)
@@ -165,7 +166,7 @@ async def serve(
         dispatcher.timelines.on_over = trace_later(exporter, front)
     server = _Server(http_config(app_of(front, siblings), own, metrics))
     await siblings.start()
-    await dispatcher.start()
+    watching = await dispatcher.start()
     calm_collector()
 
     async def take_clients() -> None:
@@ -180,12 +181,15 @@ async def serve(
         stopped = asyncio.create_task(front.leaving.over.wait())
         takes = asyncio.create_task(server.takes.wait())
         try:
-            await asyncio.wait({serving, stopped, takes}, return_when=asyncio.FIRST_COMPLETED)
+            ends = {serving, stopped, watching}
+            await asyncio.wait({*ends, takes}, return_when=asyncio.FIRST_COMPLETED)
             if takes.done():
                 address = address_of(sock)
                 log.info("HTTP server listens on %s", address)
                 flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
-            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                await watching  # raises why
         finally:
             # Streams end first, each with its final frame; then sockets close.
             await dispatcher.stop()

@@ -91,9 +91,9 @@ class Dispatcher:
             lambda: self._steps.lag_s,
         )
 
-    async def start(self) -> None:
-        """Begin to watch the registry; returns at once, see cluster_ready()."""
-        self._membership.start()
+    async def start(self) -> asyncio.Task[None]:
+        """Begin to watch the registry; see Membership.start and cluster_ready()."""
+        return self._membership.start()
 
     async def meet(self, timeout_s: float) -> bool:
         """Wait until every worker that the registry lists is open; False if timeout_s passes."""

@@ -51,11 +51,12 @@ class Membership:
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
+        """Begin to watch the registry, in a task that ends only as `RegistryClient.watch` does."""
         self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(_log_end)
         self._ticked_s = self._context.clock.monotonic_s()
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
+        return self._watching
 
     async def stop(self) -> None:
         if self._ticker is not None:
@@ -217,8 +218,3 @@ class Membership:
                 link.check_silence(now_s)
         self._ticked_s = now_s
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
-
-
-def _log_end(watching: asyncio.Task[None]) -> None:
-    if not watching.cancelled() and watching.exception() is not None:
-        logger.error("the registry is no longer watched", exc_info=watching.exception())

@@ -23,6 +23,7 @@ from transfer.errors import (
     KvferryError,
     RpcError,
     Superseded,
+    Unauthenticated,
     Unavailable,
 )
 from transfer.layout import check_alike, check_pair
@@ -388,16 +389,27 @@ class RegistryClient:
 
         on_begin: called before each stream of views; the registry may have restarted in between.
         A KvferryError from on_view is logged, and the next view comes with the next connection.
+        Raises Unauthenticated if the token is refused before the first view; later it may be that
+        of a registry that was started anew, and whoever watches is serving.
         """
         complaint = self._complaint()
+        has_seen = False
+
+        def take(view: wire.ClusterView) -> None:
+            nonlocal has_seen
+            has_seen = True
+            on_view(view)
+
         while True:
             on_begin()
             try:
-                await self._watch_once(on_view, complaint)
+                await self._watch_once(take, complaint)
             except TimeoutError:
                 complaint.tell(f"nothing came for {SILENCE_S:g} s")
                 await self._client.renew()
             except KvferryError as error:
+                if isinstance(error, Unauthenticated) and not has_seen:
+                    raise
                 complaint.tell(error)
             await asyncio.sleep(RETRY_S)
 

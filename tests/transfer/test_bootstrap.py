@@ -430,7 +430,7 @@ async def test_a_newer_life_takes_over_and_the_older_one_ends() -> None:
         newer = registry.client()
         registry.run_worker(newer, a_worker(), epoch=2)
         await registered(newer)
-        with pytest.raises(Superseded, match="epoch.* --worker-id each"):
+        with pytest.raises(Superseded, match=r"epoch.* --worker-id each"):
             await asyncio.wait_for(task, PATIENCE_S)
         assert registry.members == [("decode-0", 2)]
 
