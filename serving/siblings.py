@@ -14,6 +14,7 @@ from serving.front import Front
 from serving.seat import Seat
 from serving.timeline_answer import spell
 from transfer import wire
+from transfer.complaint import Complaints
 from transfer.errors import RpcError
 from transfer.rpc import RpcClient, RpcServer, Security
 
@@ -33,6 +34,7 @@ class Siblings:
         self._seat = seat
         self._security = security
         self._clients: list[RpcClient] = []
+        self._complaints = Complaints(log, "another API process of this server is left out")
         self._server: RpcServer | None = None
 
     @property
@@ -104,12 +106,15 @@ class Siblings:
         self, name: str, request: msgspec.Struct, reply: type[M]
     ) -> list[M]:
         async def ask(client: RpcClient) -> M | None:
+            complaint = self._complaints.of(client.address)
             try:
-                return await client.call(name, request, reply, TIMEOUT_S)
+                answer = await client.call(name, request, reply, TIMEOUT_S)
             except RpcError as error:
-                log.warning("another API process of this server is left out: %s", error)
+                complaint.tell(error)
                 self._front.dispatcher.metrics.sibling_silent()
                 return None
+            complaint.settle()
+            return answer
 
         answers = await asyncio.gather(*map(ask, self._clients))
         return [answer for answer in answers if answer is not None]
