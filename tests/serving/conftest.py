@@ -1,13 +1,24 @@
-"""Fixtures: streams that write for themselves or through columns, a tokenizer's files."""
+"""Fixtures: commands, streams that write for themselves or in columns, a tokenizer's files."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serving import plain_streams
 from serving.connection import BodyWriter, Borrower
+from tests.serving.commands import Command
 from tests.serving.tokenizer_folders import GOLDENS
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """Commands that a test started; whatever it leaves is killed."""
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.kill()
 
 
 @pytest.fixture(params=[False, True], ids=["own", "lent"])

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,15 +27,6 @@ FLAGS = (  # three nodes of two devices and a rank each
     "--decode-speculative-algorithm=NGRAM",
 )
 SAMPLING = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 100, "ignore_eos": True}
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    """Commands that a test started; whatever it leaves is killed."""
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.kill()
 
 
 def test_a_node_that_hangs_is_a_pause_and_all_of_its_group_come_back() -> None:

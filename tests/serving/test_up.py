@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,6 @@ LONG = (
     "--prefill-max-seqs-per-chunk=1",
     "--decode-max-running-requests=4",
 )
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[list[Command]]:
-    """Commands that a test started; whatever it leaves is killed."""
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.kill()
 
 
 def ask(n: int, max_new_tokens: int) -> dict[str, Any]:

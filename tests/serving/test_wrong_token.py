@@ -1,6 +1,5 @@
 """An API process whose token the registry refuses ends, whichever of the two was started first."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,6 @@ from tests.serving.commands import MODEL, Command, refused, start
 
 OTHER = "another-token-of-the-tests"
 REGISTRY_READY = r"registry is ready on \S+"
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.kill()
 
 
 def _registry(commands: list[Command], folder: Path, port: int) -> None:
