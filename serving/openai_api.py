@@ -17,7 +17,8 @@ from serving.conversation import (
     text_of,
 )
 from serving.errors import bad_field, not_served
-from serving.grammar import Form, check_end, form_of, grammar_text
+from serving.forms import check_end, form_of
+from serving.grammar import Form, grammar_text
 from serving.openai_fields import (
     ChatFields,
     CompletionFields,
@@ -71,7 +72,8 @@ class CompletionReader:
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
-        self._form = form_of(fields, fields.min_tokens, model.eos_ids)
+        markers = model.tokenizer.markers
+        self._form = form_of(fields, fields.min_tokens, model.eos_ids, markers)
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
@@ -189,7 +191,7 @@ class ChatReader:
 
     def _form_of(self, fields: ChatFields) -> Form | None:
         model = self._model
-        form = form_of(fields, fields.min_tokens, model.eos_ids)
+        form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer.markers)
         if not self.parsing.must_call:
             return form
         # A response format is about the text, and an answer that must be calls has none. It is not

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from serving.errors import ApiError, bad_field, not_served
-from serving.grammar import ResponseFormat, StructuredOutputs
+from serving.forms import ResponseFormat, StructuredOutputs
 from serving.json_fields import read_json, refuse, refuse_unless
 from serving.protocol import SamplingFields
 

@@ -240,14 +240,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     # Not served: each would change the answer, so each is refused by its name.
-    structural_tag: Any = None
     stop_regex: Any = None
     custom_params: Any = None
     spaces_between_special_tokens: Any = None
 
 
-REFUSED_BY_BOTH = ("structural_tag", "stop_regex", "custom_params")
+REFUSED_BY_BOTH = ("stop_regex", "custom_params")
 
 
 def sampling_of(

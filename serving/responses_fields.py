@@ -11,7 +11,8 @@ import msgspec
 
 from serving.conversation import check_function
 from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
-from serving.grammar import JsonSchemaFormat, ResponseFormat
+from serving.forms import JsonSchemaFormat, ResponseFormat
+from serving.grammar import wrong
 from serving.json_fields import read_json, refuse, refuse_unless
 from serving.openai_fields import ChatFields, ConversationFields, check_conversation
 from serving.response_input import messages_of_input
@@ -230,6 +231,8 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     given = None if text is None else text.format
     if given is None:
         return None
+    if given.type == "structural_tag":  # its fields are not OpenAI's; they may stand beside `text`
+        raise wrong("text.format.type", "text, json_object or json_schema, got 'structural_tag'")
     if given.type != "json_schema":
         return ResponseFormat(given.type, schema=given.schema, strict=given.strict)
     schema = JsonSchemaFormat(given.schema, given.name, given.description, given.strict)

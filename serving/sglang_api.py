@@ -12,7 +12,8 @@ import orjson
 
 from serving.choice import INLINE_LOGPROBS, Choice, Entry, Piece, num_prompt_logprobs
 from serving.errors import ApiError, bad_field, error_event, not_served
-from serving.grammar import form_of, grammar_text
+from serving.forms import form_of
+from serving.grammar import grammar_text
 from serving.json_bytes import dumps
 from serving.json_fields import read_json, refuse, refuse_unless
 from serving.openai_answers import DONE, event
@@ -161,8 +162,9 @@ class GenerateReader:
             self._sampling_of(params or GenerateSampling(), shown)
             for params, shown in zip(self._params, self._shown, strict=True)
         ]
+        markers = model.tokenizer.markers
         self._forms = [
-            form_of(params, params.min_new_tokens, model.eos_ids, NAMES["min_tokens"])
+            form_of(params, params.min_new_tokens, model.eos_ids, markers, NAMES["min_tokens"])
             if params is not None
             else None
             for params in self._params

@@ -105,6 +105,12 @@ class Tokenizer:
         self._config = config
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        # By text: tokens that a grammar names by their id, because for llguidance no text is one.
+        self.markers = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         eos = self._special_tokens.get("eos_token")

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from serving.demo import demo_model_path
-from serving.grammar import form_of, grammar_text
+from serving.forms import form_of
+from serving.grammar import grammar_text
 from serving.grammar_trial import GrammarTrial
 from serving.sglang_api import GenerateSampling
 from serving.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParam
     values = dict(sampling)
     seed, regex = values.pop("sampling_seed", 0), values.pop("regex", None)
     if regex is not None:
-        form = form_of(GenerateSampling(regex=regex), None, [0])
+        form = form_of(GenerateSampling(regex=regex), None, [0], {})
         assert form is not None
         trial = GrammarTrial(demo_model_path())
         values["grammar"] = asyncio.run(grammar_text(form, trial))

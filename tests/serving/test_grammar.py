@@ -11,7 +11,8 @@ import pytest
 from model.tokenizer_files import read_tokenizer
 from serving.call_grammar import calls_form, thought_prefix
 from serving.errors import ApiError
-from serving.grammar import Form, check_end, form_of, grammar_text
+from serving.forms import check_end, form_of
+from serving.grammar import Form, grammar_text
 from serving.grammar_trial import GrammarTrial
 from serving.json_fields import read_json
 from serving.openai_fields import ChatFields, CompletionFields
@@ -84,7 +85,7 @@ def fields_of(kind: Any, **given: Any) -> Any:
 
 
 def form_asked(kind: Any = ChatFields, **given: Any) -> Form:
-    form = form_of(fields_of(kind, **given), None, EOS_IDS)
+    form = form_of(fields_of(kind, **given), None, EOS_IDS, {})
     assert form is not None
     return form
 
@@ -149,7 +150,7 @@ def test_all_routes_know_sglangs_names(kind: Any) -> None:
     ],
 )
 def test_a_request_may_ask_for_no_form(given: dict[str, Any]) -> None:
-    assert form_of(fields_of(ChatFields, **given), 5, ()) is None
+    assert form_of(fields_of(ChatFields, **given), 5, (), {}) is None
 
 
 async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:
@@ -230,7 +231,7 @@ async def test_options_of_a_schema_are_those_of_its_grammar(texts: Texts) -> Non
             "response_format.schema: cannot go with response_format.json_schema",
         ),
         ({"structured_outputs": {"json": BEYOND["schema"]}}, "structured_outputs.json: Unimp"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "x"}}, "response_format.type"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "cannot go with"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),

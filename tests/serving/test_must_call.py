@@ -162,3 +162,17 @@ async def test_who_may_not_be_called_need_not_be_one_that_can() -> None:
     async with client_of(ONE, tool_call_parser="qwen") as chats:
         answer = await chats.create(**MUST | {"tools": [BAD, *TOOLS], "tool_choice": ALLOWED})
         assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+
+
+async def test_a_structural_tag_of_a_response_stands_beside_its_text() -> None:
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "said"}}
+    async with live_server(auto_step=False) as live:
+        refused = await live.post("/v1/responses", ASK | {"text": {"format": tag}})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("text.format.type: text, json_object")
+        asking = asyncio.create_task(live.post("/v1/responses", ASK | {"structural_tag": tag}))
+        (room,) = await live.cluster.submitted(1)
+        worker = live.cluster.prefill[0]
+        assert "said" in worker.rooms[room].submit.sampling.grammar
+        worker.fail(room, Code.TOO_LONG, "seen enough")
+        assert (await asking).status_code == 400

@@ -105,7 +105,6 @@ async def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing(
 async def test_an_option_of_a_field_is_refused_by_both_names(read: Read) -> None:
     whole = {"structured_outputs": {"regex": "a"}, "stream_options": {}}
     for field, option, value in (
-        ("structured_outputs", "structural_tag", "x"),
         ("structured_outputs", "whitespace_pattern", " ?"),
         ("structured_outputs", "disable_any_whitespace", True),
         ("structured_outputs", "disable_additional_properties", True),

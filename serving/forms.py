@@ -1,0 +1,206 @@
+"""Reads from a request's fields which form its answer must have.
+
+Names: OpenAI's response_format; SGLang's json_schema, regex, ebnf and structural_tag; vLLM's
+guided_* and structured_outputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from serving.errors import not_served, quoted
+from serving.grammar import (
+    Form,
+    grammar_rules,
+    json_rules,
+    quoted_terminal,
+    regex_rules,
+    wrong,
+)
+from serving.structural_tags import structural_tag_form
+
+_MAX_CHOICES = 1024
+_REFUSED_OPTIONS = (
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """`json_schema` of a response_format. strict: refuse a schema that cannot be followed."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """schema, strict: as SGLang, llama.cpp and Together have it, in place of json_schema.
+
+    format, structures, triggers: of a structural tag.
+    """
+
+    type: str = "text"
+    json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """As vLLM has it."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    # Not served.
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+class FormFields(Protocol):
+    """The fields that cannot go with a form."""
+
+    ignore_eos: bool | None
+
+
+def form_of(
+    fields: FormFields,
+    min_tokens: int | None,
+    eos_ids: Sequence[int],
+    markers: Mapping[str, int],
+    min_name: str = "min_tokens",
+) -> Form | None:
+    """The form that one of the fields asks for. Raises ApiError for two, or for a bad one.
+
+    markers: ids of the tokens that no text spells.
+    """
+    forms = [
+        read(name, value, markers)
+        for name, read in _READERS.items()
+        if (value := getattr(fields, name, None)) is not None
+    ]
+    found = [form for form in forms if form is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise wrong(found[1].name, f"cannot go with {found[0].name}")
+    check_end(found[0], fields, min_tokens, eos_ids, min_name)
+    return found[0]
+
+
+def check_end(
+    form: Form,
+    fields: FormFields,
+    min_tokens: int | None,
+    eos_ids: Sequence[int],
+    min_name: str = "min_tokens",
+) -> None:
+    """Raises ApiError where the answer could not end when its form does."""
+    if fields.ignore_eos:
+        raise wrong("ignore_eos", f"cannot go with {form.name}, which says where the text ends")
+    if min_tokens:
+        raise wrong(min_name, f"cannot go with {form.name}, which says where the text ends")
+    if not eos_ids:
+        raise wrong(form.name, "this model names no token that ends a text")
+
+
+# --- one function for each way to say it ----------------------------------------------------------
+
+
+def _schema(name: str, schema: str | dict[str, Any], _: Mapping[str, int]) -> Form:
+    return Form(name, json_rules(name, schema))
+
+
+def _regex(name: str, regex: str, _: Mapping[str, int]) -> Form:
+    return Form(name, regex_rules(name, regex))
+
+
+def _grammar(name: str, grammar: str, _: Mapping[str, int]) -> Form:
+    return Form(name, grammar_rules(name, grammar))
+
+
+def _choice(name: str, choices: list[str], _: Mapping[str, int]) -> Form:
+    if not 0 < len(choices) <= _MAX_CHOICES or "" in choices:
+        raise wrong(name, f"expected 1 to {_MAX_CHOICES} texts that are not empty")
+    return Form(name, {"lark_grammar": "start: " + " | ".join(map(quoted_terminal, choices))})
+
+
+def _response_format(name: str, asked: ResponseFormat, markers: Mapping[str, int]) -> Form | None:
+    match asked.type:
+        case "text":
+            return None
+        case "json_object" | "json_schema":
+            return _json_format(name, asked)
+        case "structural_tag":
+            fields = ("format", "structures", "triggers")
+            tag = {each: getattr(asked, each) for each in fields}
+            return structural_tag_form(name, tag, markers)
+    known = "text, json_object, json_schema or structural_tag"
+    raise wrong(f"{name}.type", f"{known}, got {quoted(asked.type)}")
+
+
+def _json_format(name: str, asked: ResponseFormat) -> Form:
+    where, given = f"{name}.json_schema.schema", asked.json_schema
+    schema = None if given is None else given.schema
+    strict = asked.strict if given is None else given.strict
+    if asked.schema is not None:
+        if given is not None:
+            raise wrong(f"{name}.schema", f"cannot go with {name}.json_schema")
+        where, schema = f"{name}.schema", asked.schema
+    if schema is not None:
+        return Form(where, json_rules(where, schema, lenient=strict is not True))
+    if asked.type == "json_schema":
+        raise wrong(where, "is required")
+    return Form(name, json_rules(name, {"type": "object"}))
+
+
+def _structured_outputs(
+    name: str, asked: StructuredOutputs, markers: Mapping[str, int]
+) -> Form | None:
+    for option in _REFUSED_OPTIONS:
+        if getattr(asked, option) not in (None, False):
+            raise not_served(f"{name}.{option}")
+    forms = [
+        read(f"{name}.{option}", value, markers)
+        for option, read in _OPTIONS.items()
+        if (value := getattr(asked, option)) not in (None, False)
+    ]
+    if len(forms) > 1:
+        raise wrong(forms[1].name, f"cannot go with {forms[0].name}")
+    return forms[0] if forms else None
+
+
+def _json_object(name: str, _: bool, markers: Mapping[str, int]) -> Form:
+    return _schema(name, {"type": "object"}, markers)
+
+
+_OPTIONS: Final[Mapping[str, Callable[[str, Any, Mapping[str, int]], Form]]] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": structural_tag_form,
+}
+_READERS: Final[Mapping[str, Callable[[str, Any, Mapping[str, int]], Form | None]]] = {
+    "response_format": _response_format,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+    "structural_tag": structural_tag_form,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "structured_outputs": _structured_outputs,
+}
