@@ -19,6 +19,7 @@ from serving.grammar import (
     wrong,
 )
 from serving.structural_tags import structural_tag_form
+from serving.tokenizer import Tokenizer
 
 _MAX_CHOICES = 1024
 _REFUSED_OPTIONS = (
@@ -77,15 +78,12 @@ def form_of(
     fields: FormFields,
     min_tokens: int | None,
     eos_ids: Sequence[int],
-    markers: Mapping[str, int],
+    tokenizer: Tokenizer,
     min_name: str = "min_tokens",
 ) -> Form | None:
-    """The form that one of the fields asks for. Raises ApiError for two, or for a bad one.
-
-    markers: ids of the tokens that no text spells.
-    """
+    """The form that one of the fields asks for. Raises ApiError for two, or for a bad one."""
     forms = [
-        read(name, value, markers)
+        read(name, value, tokenizer)
         for name, read in _READERS.items()
         if (value := getattr(fields, name, None)) is not None
     ]
@@ -117,25 +115,25 @@ def check_end(
 # --- one function for each way to say it ----------------------------------------------------------
 
 
-def _schema(name: str, schema: str | dict[str, Any], _: Mapping[str, int]) -> Form:
+def _schema(name: str, schema: str | dict[str, Any], _: Tokenizer) -> Form:
     return Form(name, json_rules(name, schema))
 
 
-def _regex(name: str, regex: str, _: Mapping[str, int]) -> Form:
+def _regex(name: str, regex: str, _: Tokenizer) -> Form:
     return Form(name, regex_rules(name, regex))
 
 
-def _grammar(name: str, grammar: str, _: Mapping[str, int]) -> Form:
+def _grammar(name: str, grammar: str, _: Tokenizer) -> Form:
     return Form(name, grammar_rules(name, grammar))
 
 
-def _choice(name: str, choices: list[str], _: Mapping[str, int]) -> Form:
+def _choice(name: str, choices: list[str], _: Tokenizer) -> Form:
     if not 0 < len(choices) <= _MAX_CHOICES or "" in choices:
         raise wrong(name, f"expected 1 to {_MAX_CHOICES} texts that are not empty")
     return Form(name, {"lark_grammar": "start: " + " | ".join(map(quoted_terminal, choices))})
 
 
-def _response_format(name: str, asked: ResponseFormat, markers: Mapping[str, int]) -> Form | None:
+def _response_format(name: str, asked: ResponseFormat, tokenizer: Tokenizer) -> Form | None:
     match asked.type:
         case "text":
             return None
@@ -144,7 +142,7 @@ def _response_format(name: str, asked: ResponseFormat, markers: Mapping[str, int
         case "structural_tag":
             fields = ("format", "structures", "triggers")
             tag = {each: getattr(asked, each) for each in fields}
-            return structural_tag_form(name, tag, markers)
+            return structural_tag_form(name, tag, tokenizer)
     known = "text, json_object, json_schema or structural_tag"
     raise wrong(f"{name}.type", f"{known}, got {quoted(asked.type)}")
 
@@ -164,14 +162,12 @@ def _json_format(name: str, asked: ResponseFormat) -> Form:
     return Form(name, json_rules(name, {"type": "object"}))
 
 
-def _structured_outputs(
-    name: str, asked: StructuredOutputs, markers: Mapping[str, int]
-) -> Form | None:
+def _structured_outputs(name: str, asked: StructuredOutputs, tokenizer: Tokenizer) -> Form | None:
     for option in _REFUSED_OPTIONS:
         if getattr(asked, option) not in (None, False):
             raise not_served(f"{name}.{option}")
     forms = [
-        read(f"{name}.{option}", value, markers)
+        read(f"{name}.{option}", value, tokenizer)
         for option, read in _OPTIONS.items()
         if (value := getattr(asked, option)) not in (None, False)
     ]
@@ -180,11 +176,11 @@ def _structured_outputs(
     return forms[0] if forms else None
 
 
-def _json_object(name: str, _: bool, markers: Mapping[str, int]) -> Form:
-    return _schema(name, {"type": "object"}, markers)
+def _json_object(name: str, _: bool, tokenizer: Tokenizer) -> Form:
+    return _schema(name, {"type": "object"}, tokenizer)
 
 
-_OPTIONS: Final[Mapping[str, Callable[[str, Any, Mapping[str, int]], Form]]] = {
+_OPTIONS: Final[Mapping[str, Callable[[str, Any, Tokenizer], Form]]] = {
     "json": _schema,
     "json_object": _json_object,
     "regex": _regex,
@@ -192,7 +188,7 @@ _OPTIONS: Final[Mapping[str, Callable[[str, Any, Mapping[str, int]], Form]]] = {
     "grammar": _grammar,
     "structural_tag": structural_tag_form,
 }
-_READERS: Final[Mapping[str, Callable[[str, Any, Mapping[str, int]], Form | None]]] = {
+_READERS: Final[Mapping[str, Callable[[str, Any, Tokenizer], Form | None]]] = {
     "response_format": _response_format,
     "json_schema": _schema,
     "regex": _regex,

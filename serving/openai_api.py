@@ -72,8 +72,7 @@ class CompletionReader:
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
-        markers = model.tokenizer.markers
-        self._form = form_of(fields, fields.min_tokens, model.eos_ids, markers)
+        self._form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer)
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
@@ -191,7 +190,7 @@ class ChatReader:
 
     def _form_of(self, fields: ChatFields) -> Form | None:
         model = self._model
-        form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer.markers)
+        form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer)
         if not self.parsing.must_call:
             return form
         # A response format is about the text, and an answer that must be calls has none. It is not

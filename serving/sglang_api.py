@@ -162,9 +162,9 @@ class GenerateReader:
             self._sampling_of(params or GenerateSampling(), shown)
             for params, shown in zip(self._params, self._shown, strict=True)
         ]
-        markers = model.tokenizer.markers
+        ends, tokenizer = model.eos_ids, model.tokenizer
         self._forms = [
-            form_of(params, params.min_new_tokens, model.eos_ids, markers, NAMES["min_tokens"])
+            form_of(params, params.min_new_tokens, ends, tokenizer, NAMES["min_tokens"])
             if params is not None
             else None
             for params in self._params

@@ -4,13 +4,14 @@ The formats are xgrammar's (mlc-ai/xgrammar: docs, structural_tag.md): one `form
 with `triggers` as in its first version. SGLang and vLLM take both.
 
 Free text is written together with what ends it, because it has to stop where that first appears:
-as one lazy rule if the end is a text. A token that no text spells ends it by itself.
+as one lazy rule if the end is a text. A marker, which is a token that no text spells, ends it by
+itself; other markers may stand in it, unless they are special tokens, which are never shown.
 """
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -24,6 +25,7 @@ from serving.grammar import (
     regex_rules,
     wrong,
 )
+from serving.tokenizer import Tokenizer
 from transfer.wire import MAX_GRAMMAR_BYTES
 
 _MAX_PARTS: Final = 512
@@ -143,19 +145,17 @@ class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
     triggers: list[str] | None = None
 
 
-def structural_tag_form(
-    name: str, asked: str | Mapping[str, Any], markers: Mapping[str, int]
-) -> Form:
+def structural_tag_form(name: str, asked: str | Mapping[str, Any], tokenizer: Tokenizer) -> Form:
     """The form of a structural tag. name: the field that has it, as an object or as its JSON.
 
-    markers: ids of the tokens that no text spells. Raises ApiError.
+    Raises ApiError.
     """
     try:
         document = msgspec.json.decode(asked) if isinstance(asked, str) else asked
         tag = msgspec.convert(document, StructuralTag)
     except (msgspec.DecodeError, RecursionError) as error:
         raise wrong(name, f"expected a structural tag: {error}") from error
-    writer = _Writer(markers)
+    writer = _Writer(tokenizer)
     try:
         start = writer.whole(tag, name)
     except RecursionError as error:
@@ -167,12 +167,13 @@ def structural_tag_form(
 class _Writer:
     """Writes expressions of Lark, and collects the rules and the grammars that they name."""
 
-    def __init__(self, markers: Mapping[str, int]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.lines: list[str] = []
         self.parts: list[Part] = []
-        self._markers = markers
+        self._markers = tokenizer.markers
+        self._shown = {i for i in self._markers.values() if i not in tokenizer.special_ids}
         # The longest first: one marker may begin with another.
-        longest = sorted(markers, key=len, reverse=True)
+        longest = sorted(self._markers, key=len, reverse=True)
         self._marker = re.compile(f"({'|'.join(map(re.escape, longest))})" if longest else "(?!)")
         self._names: dict[str, str] = {}
         self._left = MAX_GRAMMAR_BYTES  # for all parts together; writing stops where they exceed it
@@ -189,7 +190,7 @@ class _Writer:
         """The expression of a format and of what ends it."""
         match form:
             case AnyText(excludes):
-                return self._free(ends, excludes, place)
+                return self._free(self._text_before(ends or (), excludes), ends, place)
             case TriggeredTags(triggers, tags, at_least_one, stop_after_first, excludes):
                 placed = _placed(tags, f"{place}.tags")
                 return self._triggered(
@@ -277,19 +278,20 @@ class _Writer:
         for where, tag in tags.items():
             trigger = self._trigger_of(tag.begin, after, where)
             after[trigger].append(self._tag(tag, None, where, tag.begin.removeprefix(trigger)))
+        text = self._text_before([*after, *(ends or ())], excludes)
         firsts, laters = [], []
         for trigger, rests in after.items():
             if not rests:
                 raise wrong(f"{place}.triggers", f"no tag begins with {quoted(trigger)}")
             rest = self._rule(_any(rests))
             firsts.append(f"{self._text(trigger)} {rest}")
-            laters.append(f"{self._free((trigger,), excludes, place)} {rest}")
+            laters.append(f"{self._until(text, trigger)} {rest}")
         if not laters:
             raise wrong(f"{place}.triggers", "expected at least one")
         first, later = _any(firsts), _any(laters)
         if at_least_one and stop_after_first:
             return f"{first} {self._closing(ends)}"
-        last = self._free(ends, excludes, place)
+        last = self._free(text, ends, place)
         if stop_after_first:
             return _any([f"{later} {self._closing(ends)}", last])
         return f"{first if at_least_one else ''} {later}* {last}"
@@ -307,25 +309,36 @@ class _Writer:
                 raise wrong(f"{place}.begin", what)
         return trigger
 
-    def _free(self, ends: Ends, excludes: Sequence[str], place: str) -> str:
+    def _text_before(self, ends: Iterable[str], excludes: Sequence[str]) -> "_FreeText":
+        """Free text that one of these ends."""
+        terminal = "TEXT"
+        if spelled := [each for each in excludes if each and not self._marker.search(each)]:
+            without = " | ".join(map(quoted_terminal, spelled))
+            terminal = self._rule(f"TEXT & ~(TEXT ({without}) TEXT)", "TEXT{}")
+        found = [self._marker.search(each) for each in (*ends, *excludes)]
+        ids = self._shown - {self._markers[marker[0]] for marker in found if marker}
+        between = f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
+        return _FreeText(terminal, f"({terminal} {between})*" if ids else "")
+
+    def _free(self, text: "_FreeText", ends: Ends, place: str) -> str:
         """The expression of free text and of what ends it."""
         if ends is None:
             what = "free text ends with a tag or with the answer, and nothing comes between"
             raise wrong(place, what)
-        text = "TEXT"
-        if spelled := [each for each in excludes if each and not self._marker.search(each)]:
-            without = " | ".join(map(quoted_terminal, spelled))
-            text = self._rule(f"TEXT & ~(TEXT ({without}) TEXT)", "TEXT{}")
-        return _any(self._until(text, end) for end in ends) if ends else text
+        if not ends:
+            return f"{text.before} {text.terminal}"
+        return _any(self._until(text, end) for end in ends)
 
-    def _until(self, text: str, end: str) -> str:
-        """Free text up to where its end first appears, and that end. text: a terminal."""
+    def _until(self, text: "_FreeText", end: str) -> str:
+        """Free text up to where its end first appears, and that end."""
         before, *marker_and_rest = self._marker.split(end, maxsplit=1)
+        terminal = text.terminal
         if not marker_and_rest:
-            return self._rule(f"{text} {quoted_terminal(end)}", "until{}[lazy]")
+            until = self._rule(f"{terminal} {quoted_terminal(end)}", "until{}[lazy]")
+            return f"{text.before} {until}"
         if before:
-            text = self._rule(f"{text} {quoted_terminal(before)}", "TEXT{}")
-        return f"{text} {self._text(''.join(marker_and_rest))}"
+            terminal = self._rule(f"{terminal} {quoted_terminal(before)}", "TEXT{}")
+        return f"{text.before} {terminal} {self._text(''.join(marker_and_rest))}"
 
     def _closing(self, ends: Ends) -> str:
         return self._rule(_any(map(self._text, ends))) if ends else ""
@@ -357,6 +370,13 @@ class _Writer:
             self._names[rule] = head.partition("[")[0]
             self.lines.append(f"{head}: {body}")
         return self._names[rule]
+
+
+class _FreeText(NamedTuple):
+    """terminal: text without markers. before: such text and markers in turns; may be empty."""
+
+    terminal: str
+    before: str
 
 
 def _placed[T](items: Sequence[T], place: str) -> dict[str, T]:

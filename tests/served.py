@@ -52,7 +52,8 @@ def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParam
     values = dict(sampling)
     seed, regex = values.pop("sampling_seed", 0), values.pop("regex", None)
     if regex is not None:
-        form = form_of(GenerateSampling(regex=regex), None, [0], {})
+        tokenizer = Tokenizer.from_dir(demo_model_path())
+        form = form_of(GenerateSampling(regex=regex), None, [0], tokenizer)
         assert form is not None
         trial = GrammarTrial(demo_model_path())
         values["grammar"] = asyncio.run(grammar_text(form, trial))

@@ -58,6 +58,7 @@ def either(request: pytest.FixtureRequest) -> Texts:
     return Texts(MARKERS if request.param == "tokens" else ())
 
 
+PLAIN = Texts().tokenizer
 TRIAL = GrammarTrial(MODEL_PATH)
 
 
@@ -85,7 +86,7 @@ def fields_of(kind: Any, **given: Any) -> Any:
 
 
 def form_asked(kind: Any = ChatFields, **given: Any) -> Form:
-    form = form_of(fields_of(kind, **given), None, EOS_IDS, {})
+    form = form_of(fields_of(kind, **given), None, EOS_IDS, PLAIN)
     assert form is not None
     return form
 
@@ -150,7 +151,7 @@ def test_all_routes_know_sglangs_names(kind: Any) -> None:
     ],
 )
 def test_a_request_may_ask_for_no_form(given: dict[str, Any]) -> None:
-    assert form_of(fields_of(ChatFields, **given), 5, (), {}) is None
+    assert form_of(fields_of(ChatFields, **given), 5, (), PLAIN) is None
 
 
 async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:

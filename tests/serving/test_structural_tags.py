@@ -35,6 +35,7 @@ FIRST_VERSION = {"type": "structural_tag", "structures": STRUCTURES, "triggers":
 MARKERS = ("<tool_call>", "</tool_call>", "<|channel|>")
 WEATHER = '<function=weather>{"city": "Rome"}</function>'
 TIME = '<function=time>{"hour": 3}</function>'
+PLAIN = Texts().tokenizer
 TRIAL = GrammarTrial(MODEL_PATH)
 
 
@@ -45,10 +46,11 @@ class Untried(GrammarTrial):
         return ""
 
 
-@pytest.fixture(scope="module", params=["tokens", "text"])
+@pytest.fixture(scope="module", params=["special tokens", "tokens", "text"])
 def either(request: pytest.FixtureRequest) -> Texts:
-    """A model that has the markers as tokens of their own, and one that spells them."""
-    return Texts(MARKERS if request.param == "tokens" else ())
+    """Models that have the markers as tokens of their own, and one that spells them."""
+    special = request.param == "special tokens"
+    return Texts(() if request.param == "text" else MARKERS, special)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def spelling() -> Texts:
 
 
 async def grammar_of(texts: Texts, asked: Any) -> str:
-    form = structural_tag_form("structural_tag", asked, texts.tokenizer.markers)
+    form = structural_tag_form("structural_tag", asked, texts.tokenizer)
     return await grammar_text(form, Untried(MODEL_PATH))
 
 
@@ -189,6 +191,19 @@ async def test_a_tag_in_free_text_may_hold_free_text_itself(either: Texts) -> No
         assert not either.takes(grammar, "a <note>b")
 
 
+async def test_free_text_may_hold_tokens_that_are_shown_and_end_nothing() -> None:
+    call = tag("<tool_call>", ANY_TEXT, "</tool_call>")
+    form = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [call]}
+    for special in (False, True):
+        texts = Texts(MARKERS, special)
+        for text in ("a<|channel|>b", "a <tool_call>b<|channel|>c</tool_call>"):
+            assert await takes(texts, tag_of(form), text) != special
+        assert not await takes(texts, tag_of(form), "a <tool_call>b")
+        excluding = tag_of(form | {"excludes": ["<|channel|>"]})
+        assert await takes(texts, excluding, "ab")
+        assert not await takes(texts, excluding, "a<|channel|>b")
+
+
 async def test_free_text_can_leave_texts_out(either: Texts) -> None:
     form = TRIGGERED | {"excludes": ["red", "blue", "<tool_call>"]}
     grammar = await grammar_of(either, tag_of(form))
@@ -265,7 +280,7 @@ async def test_each_format_takes_its_texts_alone(
 async def test_all_routes_take_it_as_an_object_and_as_its_text(
     spelling: Texts, kind: Any, asked: Any
 ) -> None:
-    form = form_of(fields_of(kind, structural_tag=asked), None, [EOS], {})
+    form = form_of(fields_of(kind, structural_tag=asked), None, [EOS], PLAIN)
     assert isinstance(form, Form)
     grammar = await grammar_text(form, TRIAL)
     assert spelling.takes(grammar, f"x {TIME}")
@@ -284,7 +299,7 @@ async def test_all_routes_take_it_as_an_object_and_as_its_text(
 async def test_it_may_stand_where_openais_and_vllms_clients_put_it(
     spelling: Texts, given: Any
 ) -> None:
-    form = form_of(fields_of(ChatFields, **given), None, [EOS], {})
+    form = form_of(fields_of(ChatFields, **given), None, [EOS], PLAIN)
     assert isinstance(form, Form)
     assert spelling.takes(await grammar_text(form, TRIAL), WEATHER)
 
@@ -366,7 +381,7 @@ async def test_what_cannot_be_followed_is_refused_by_its_place(
     asked: Any, place: str, why: str
 ) -> None:
     async def followed() -> None:
-        await grammar_text(structural_tag_form("structural_tag", asked, {}), TRIAL)
+        await grammar_text(structural_tag_form("structural_tag", asked, PLAIN), TRIAL)
 
     with pytest.raises(ApiError) as refused:
         await followed()
@@ -382,22 +397,22 @@ def test_a_trigger_ends_with_a_token_or_has_none(trigger: str) -> None:
     begin = f"{trigger[: trigger.index('<')]}<|channel|>commentary"
     form = {"type": "triggered_tags", "triggers": [trigger], "tags": [tag(begin, ANY_TEXT, "!")]}
     with pytest.raises(ApiError, match=r"must end with '<\|channel\|>', a token of this model"):
-        structural_tag_form("structural_tag", tag_of(form), {"<|channel|>": 7})
-    structural_tag_form("structural_tag", tag_of(form), {})
+        structural_tag_form("structural_tag", tag_of(form), Texts(MARKERS).tokenizer)
+    structural_tag_form("structural_tag", tag_of(form), PLAIN)
 
 
 def test_a_tag_that_is_too_much_is_refused() -> None:
     many = {"type": "or", "elements": [schema({})] * 513}
     with pytest.raises(ApiError, match="at most 512 schemas"):
-        structural_tag_form("structural_tag", tag_of(many), {})
+        structural_tag_form("structural_tag", tag_of(many), PLAIN)
     wide = {"type": "or", "elements": [schema({"const": "x" * 70_000})] * 2}
     with pytest.raises(ApiError, match="131072 characters"):
-        structural_tag_form("structural_tag", tag_of(wide), {})
+        structural_tag_form("structural_tag", tag_of(wide), PLAIN)
     deep: Any = const("x")
     for _ in range(3000):
         deep = {"type": "star", "content": deep}
     with pytest.raises(ApiError, match=r"nested too deeply|recursion"):
-        structural_tag_form("structural_tag", tag_of(deep), {})
+        structural_tag_form("structural_tag", tag_of(deep), PLAIN)
 
 
 async def test_repeated_ends_do_not_make_a_grammar_grow_with_its_depth() -> None:
@@ -405,7 +420,7 @@ async def test_repeated_ends_do_not_make_a_grammar_grow_with_its_depth() -> None
     for _ in range(20):
         deep = {"type": "or", "elements": [const("x"), {"type": "optional", "content": deep}]}
     asked = tag_of(tag("<a>", deep, "b" * 1000))
-    form = structural_tag_form("structural_tag", asked, {})
+    form = structural_tag_form("structural_tag", asked, PLAIN)
     assert len(json.dumps(form.rules)) < 6000
 
 

@@ -2,6 +2,7 @@
 
 import llguidance
 import numpy as np
+from tokenizers import AddedToken
 
 from model.tokenizer_files import read_tokenizer
 from serving.tokenizer import Tokenizer
@@ -12,9 +13,10 @@ from transfer.grammar_limits import LIMITS
 class Texts:
     """A tokenizer, and what a grammar makes of texts with it."""
 
-    def __init__(self, markers: tuple[str, ...] = ()) -> None:
+    def __init__(self, markers: tuple[str, ...] = (), special: bool = True) -> None:
         files = read_tokenizer(MODEL_PATH)
-        files.backend.add_special_tokens([*markers])
+        tokens = [AddedToken(each, special=special, normalized=False) for each in markers]
+        files.backend.add_tokens(tokens)
         self.tokenizer = Tokenizer(files.backend, {}, {}, is_byte_level=True)
         self.vocab_size = self.tokenizer.vocab_size
         self._ll = llguidance.LLTokenizer(files.backend.to_str(), self.vocab_size, [EOS])
