@@ -1,4 +1,4 @@
-"""Builds the forms of answers that must be tool calls, and of answers that follow a thought.
+"""Builds the forms of answers that must be tool calls, or whose calls must fit their tools.
 
 A model is held to what its own chat template writes, which serving/tool_calls.py reads. A marker is
 named by its token id; only for a model that has no such token is it written as text.
@@ -81,9 +81,68 @@ def calls_form(
             raise bad_field(name, f"names {only!r}, which is not among the tools")
     if not functions:
         raise bad_field(name, "needs tools")
+    parts = _parts(functions, places, "where one must be called")
+    names = [function["name"] for function in functions]
+    one = only is not None or parsing.one_call
+    lines = _FORMATS[parsing.tool_calls](names, one, _marker(tokenizer), tokenizer)
+    return Form(name, {"lark_grammar": "\n".join(lines) + "\n"}, parts)
+
+
+def strict_calls_form(
+    parsing: Parsing,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    places: Mapping[str, str] = NO_PLACES,
+) -> Form | None:
+    """The form of an answer that may have calls: those of strict functions fit their parameters.
+
+    None if no function is strict, or if only text says where a call begins or what its arguments
+    are. places: as in calls_form. Raises ApiError for a bad schema of a strict function.
+    """
+    functions = named_functions(tools) if parsing.tools else []
+    strict = [function["name"] for function in functions if function.get("strict") is True]
+    if not strict:
+        return None
+    mark, one = _marker(tokenizer), parsing.one_call
+    names = [function["name"] for function in functions]
+    if parsing.tool_calls == "gpt-oss":
+        if "<|channel|>" not in tokenizer.markers:
+            return None
+        lines = _harmony_answer(names, mark, tokenizer)
+    else:
+        written = CALL_FORMATS[parsing.tool_calls]
+        first = (*written.around, written.begin)[0]
+        if written.untyped or written.bare or first not in tokenizer.markers:
+            return None
+        start, *rules = _FORMATS[parsing.tool_calls](names, one, mark, tokenizer)
+        # Text may hold markers of other things, such as thoughts.
+        others = {
+            token_id
+            for marker, token_id in tokenizer.markers.items()
+            if marker not in written.markers and token_id not in tokenizer.special_ids
+        }
+        text = f"({_TEXT} <[{','.join(map(str, sorted(others)))}]>)* {_TEXT}" if others else _TEXT
+        calls = start.replace("start", "calls", 1)
+        lines = [f"start: (text calls){'?' if one else '*'} text", f"text: {text}", calls, *rules]
+    parts = _parts(
+        [
+            function if function["name"] in strict else {"name": function["name"], "parameters": {}}
+            for function in functions
+        ],
+        places,
+        "where one is strict",
+    )
+    name = places.get(strict[0], "tools").replace("parameters", "strict")
+    rules_text = {"lark_grammar": "\n".join(lines) + "\n"}
+    return Form(name, rules_text, parts, whole=parsing.tool_calls == "gpt-oss")
+
+
+def _parts(
+    functions: Sequence[Mapping[str, Any]], places: Mapping[str, str], where: str
+) -> tuple[Part, ...]:
+    """The arguments of each function, as args0 and so on. where: what sets the limits."""
     if len(functions) > _MAX_TOOLS:
-        what = f"at most {_MAX_TOOLS} where one must be called, got {len(functions)}"
-        raise bad_field("tools", what)
+        raise bad_field("tools", f"at most {_MAX_TOOLS} {where}, got {len(functions)}")
     parts = []
     left = MAX_GRAMMAR_BYTES  # for all tools together; reading stops where they exceed it
     for number, function in enumerate(functions):
@@ -91,13 +150,11 @@ def calls_form(
         rules = {"name": f"args{number}", **_arguments(function, place)}
         left -= len(json.dumps(rules))
         if left < 0:
-            what = f"at most {MAX_GRAMMAR_BYTES} characters of parameters where one must be called"
-            raise bad_field("tools", what)
+            raise bad_field(
+                "tools", f"at most {MAX_GRAMMAR_BYTES} characters of parameters {where}"
+            )
         parts.append(Part(rules, place, function["name"]))
-    names = [function["name"] for function in functions]
-    one = only is not None or parsing.one_call
-    lines = _FORMATS[parsing.tool_calls](names, one, _marker(tokenizer), tokenizer)
-    return Form(name, {"lark_grammar": "\n".join(lines) + "\n"}, tuple(parts))
+    return tuple(parts)
 
 
 def _arguments(function: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -195,6 +252,19 @@ def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[s
         return f'{header} {mark("<|constrain|>")} "json" {mark("<|message|>")} {args}'
 
     return [f"start: {mark('<|channel|>')} tool", *_tools(write, names)]
+
+
+def _harmony_answer(names: Sequence[str], mark: Mark, tokenizer: Tokenizer) -> list[str]:
+    """Messages of analysis and preambles, then a call or the final message."""
+    channel, message = mark("<|channel|>"), mark("<|message|>")
+    again = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
+    call, *tools = _harmony(names, True, mark, tokenizer)
+    return [
+        f'start: before* (call | {channel} "final" {message} {_TEXT})',
+        f'before: {channel} ("analysis" | "commentary") {message} {_TEXT} {again}',
+        call.replace("start", "call", 1),
+        *tools,
+    ]
 
 
 _Format = Callable[[Sequence[str], bool, Mark, Tokenizer], list[str]]

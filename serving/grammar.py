@@ -30,12 +30,13 @@ _GBNF_ESCAPE = re.compile(r"\\(?:\\|-|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 class Form:
     """What an answer has to look like. name: the field that says so; rules: one llguidance grammar.
 
-    parts: grammars that the rules name.
+    parts: grammars that the rules name. whole: it describes the thoughts before the answer, too.
     """
 
     name: str
     rules: Mapping[str, Any]
     parts: tuple["Part", ...] = ()
+    whole: bool = False
 
     @property
     def field(self) -> str:

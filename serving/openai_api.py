@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
+from serving.call_grammar import (
+    calls_form,
+    must_be_calls,
+    named_tool,
+    strict_calls_form,
+    thought_prefix,
+)
 from serving.conversation import (
     allowed_tools,
     function_name,
@@ -191,16 +197,25 @@ class ChatReader:
     def _form_of(self, fields: ChatFields) -> Form | None:
         model = self._model
         form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer)
+        places = self._places_of_parameters()
         if not self.parsing.must_call:
-            return form
+            return form or self._form_of_strict_calls(fields, places)
         # A response format is about the text, and an answer that must be calls has none. It is not
         # refused, because agents always send one.
         if form is not None and form.field != "response_format":
             raise bad_field("tool_choice", f"a required tool call cannot go with {form.name}")
         only = named_tool(fields.tool_choice)
-        places = self._places_of_parameters()
         form = calls_form(self.parsing, fields.tools or (), only, model.tokenizer, places)
         check_end(form, fields, fields.min_tokens, model.eos_ids)
+        return form
+
+    def _form_of_strict_calls(self, fields: ChatFields, places: Mapping[str, str]) -> Form | None:
+        if fields.continue_final_message:  # a call may have begun already
+            return None
+        model = self._model
+        form = strict_calls_form(self.parsing, fields.tools or (), model.tokenizer, places)
+        if form is not None:
+            check_end(form, fields, fields.min_tokens, model.eos_ids)
         return form
 
     def _places_of_parameters(self) -> Mapping[str, str]:
@@ -225,7 +240,9 @@ class ChatReader:
         self.parsing = replace(self.parsing, prompt=text, begun=begun)
         grammar = ""
         if self._form is not None:
-            prefix = thought_prefix(self.parsing, model.tokenizer)
+            prefix = ""
+            if not self._form.whole:
+                prefix = thought_prefix(self.parsing, model.tokenizer)
             grammar = await grammar_text(self._form, model.trial, prefix)
         max_new = fit_tokens(
             len(ids),
