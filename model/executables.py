@@ -30,6 +30,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
 from model import processors
+from model.claims import claimed
 from model.fingerprint import NoFingerprint, fingerprint
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ _DAY_S: Final = 86400.0
 _FORGOTTEN_S: Final = 30 * _DAY_S
 _NAME = re.compile(rb"[0-9a-f]{64}")
 _DIGEST_BYTES = 32
+# For another process that compiles the same program. If it takes longer, it is taken to hang.
+_LONGEST_WAIT_S: Final = 300.0
 
 
 class Recipe(NamedTuple):
@@ -60,6 +63,10 @@ class Recipe(NamedTuple):
         """Compile it with JAX and its cache alone."""
         lowered = jax.jit(self.function, donate_argnums=self.donate).lower(*self.args)
         return lowered.compile(compiler_options=dict(self.options))
+
+
+class Busy(Exception):
+    """Another process is compiling this program."""
 
 
 class ExecutableCache:
@@ -132,21 +139,46 @@ class ExecutableCache:
         except OSError as error:  # another worker removed it, or it is another user's
             log.info("executables no longer used are not all removed: %s", error)
 
-    def get(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
-        """The program as `Recipe.compile` makes it, and whether the folder had it."""
+    def get(self, recipe: Recipe, wait: bool = True) -> tuple[jax.stages.Compiled, bool]:
+        """The program as `Recipe.compile` makes it, and whether the folder had it.
+
+        Workers that start together compile each program once: what another one compiles is waited
+        for, or without `wait`, raises Busy.
+        """
         try:
-            return self._kept(recipe)
+            return self._kept(recipe, wait)
         except NoFingerprint as error:
             log.warning("%s: its executable is not kept", error)
             return recipe.compile(), False
 
-    def _kept(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
-        told, args = fingerprint(recipe), recipe.args
-        devices = _devices_of(args)
-        asked = self._folder / f"asked-{_digest(self._machine, self._sources, told)}"
-        named = self._read(asked) or b""
-        if _NAME.fullmatch(named) and (found := self._load(named.decode(), args, devices)):
+    def _kept(self, recipe: Recipe, wait: bool) -> tuple[jax.stages.Compiled, bool]:
+        devices = _devices_of(recipe.args)
+        digest = _digest(self._machine, self._sources, fingerprint(recipe))
+        asked = self._folder / f"asked-{digest}"
+        if found := self._found(asked, recipe, devices):
             return found, True
+        if not self._writes:
+            return self._compiled(asked, recipe, devices)
+        with claimed(self._folder / f"claim-{digest}", _LONGEST_WAIT_S if wait else 0.0) as mine:
+            if not (mine or wait):
+                raise Busy
+            if found := self._found(asked, recipe, devices):
+                return found, True
+            return self._compiled(asked, recipe, devices)
+
+    def _found(
+        self, asked: Path, recipe: Recipe, devices: Sequence[jax.Device]
+    ) -> jax.stages.Compiled | None:
+        named = self._read(asked) or b""
+        if _NAME.fullmatch(named) is None:
+            return None
+        return self._load(named.decode(), recipe.args, devices)
+
+    def _compiled(
+        self, asked: Path, recipe: Recipe, devices: Sequence[jax.Device]
+    ) -> tuple[jax.stages.Compiled, bool]:
+        """The program by its text, and whether the folder had it by that."""
+        args = recipe.args
         lowered = _lowered(recipe)
         gives = json.dumps(_shape_of(lowered.out_tree))
         text = lowered.as_text(), gives, fingerprint(recipe[1:])

@@ -14,7 +14,7 @@ import jax.stages
 
 from model import processors
 from model.errors import ModelError
-from model.executables import ExecutableCache, Recipe
+from model.executables import Busy, ExecutableCache, Recipe
 from model.host_memory import available_bytes
 from model.threads import in_daemon_thread
 
@@ -77,9 +77,15 @@ class Program:
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
     def compile(
-        self, more: Mapping[str, str] | None = None, kept: ExecutableCache | None = None
+        self,
+        more: Mapping[str, str] | None = None,
+        kept: ExecutableCache | None = None,
+        wait: bool = True,
     ) -> "Program":
-        """more: XLA's options besides our own. kept: a cache that may have the executable."""
+        """more: XLA's options besides our own. kept: a cache that may have the executable.
+
+        wait: see ExecutableCache.get.
+        """
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
         # it recomputes the same products over and over rather than keep them.
         options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
@@ -87,7 +93,7 @@ class Program:
         if kept is None:
             self.compiled = recipe.compile()
         else:
-            self.compiled, self.was_kept = kept.get(recipe)
+            self.compiled, self.was_kept = kept.get(recipe, wait)
         return self
 
     def __call__(self, *args: Any) -> Any:
@@ -111,21 +117,24 @@ def compile_all(
 ) -> None:
     """Compile them, several at once: XLA uses one processor for most of what it does.
 
-    more, kept: see Program.compile. Raises what the first one that failed raised; those not yet
-    begun are left.
+    Those that another worker is compiling come last. more, kept: see Program.compile. Raises what
+    the first one that failed raised; those not yet begun are left.
     """
     # Processes that share a mesh may have to talk to each other while they compile a program.
     together = 1 if jax.process_count() > 1 else processors.available()
-    left, numbers = deque(programs), count(1)
+    left, numbers = deque((program, False) for program in programs), count(1)
 
     def work() -> None:
         while True:
             try:
-                program = left.popleft()
+                program, wait = left.popleft()
             except IndexError:
                 return
             try:
-                program.compile(more, kept)
+                program.compile(more, kept, wait)
+            except Busy:
+                left.append((program, True))
+                continue
             except BaseException:
                 left.clear()
                 raise
