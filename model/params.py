@@ -23,10 +23,8 @@ from model.sharding import SHARDS, TENSOR, Dims, Stacks
 # the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
 Params = dict[str, Any]
 
-# The axis of inputs (the last of several), where it is not the one after layers.
-_INPUTS_AT: Final = {"experts_gate_up": 2, "experts_down": 2, "o": 3}
-
-
+# The axis of inputs (the last of several) in one layer, where it is not the first.
+_INPUTS_AT: Final = {"experts_gate_up": 1, "experts_down": 1, "o": 2}
 _STEPS: Final = 32.0  # standard deviation of random codes that are integers
 
 
@@ -85,6 +83,17 @@ class Leaf:
         """Where the parameter lives."""
         return NamedSharding(mesh, self.spec)
 
+    def stacked(self, num_layers: int) -> "Leaf":
+        """The same parameter of so many layers, on a leading axis that is not split."""
+        return replace(
+            self,
+            canonical=(num_layers, *self.canonical),
+            shape=(num_layers, *self.shape),
+            spec=P(None, *self.spec) if self.spec else self.spec,
+            head_axis=None if self.head_axis is None else self.head_axis + 1,
+            repeats=None if self.repeats is None else self.repeats + 1,
+        )
+
     def expand(self, values: Any, xp: Any) -> Any:
         """Values as stored, from values as trained. xp: numpy or jax.numpy."""
         assert values.shape == self.canonical, (values.shape, self.canonical)
@@ -120,7 +129,7 @@ def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
     embed = Leaf((vocab, hidden), (dims.vocab, hidden), P(SHARDS, None), dtype, std)
     tree: Params = {
         "embed": embed,
-        "layers": tuple(_layer_leaves(cfg, dims, dtype, run) for run in segments(dims)),
+        "layers": tuple(_segment_leaves(cfg, dims, dtype, run) for run in segments(dims)),
         "norm": _plain((hidden,), dtype, 0.0),
     }
     if not cfg.tie_word_embeddings:
@@ -131,34 +140,36 @@ def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
 
 def dense_layer_bytes(cfg: ModelConfig, dims: Dims, dtype: Any) -> int:
     """Bytes of one layer without experts, over all shards of a rank; 0 if there is none."""
-    for run in segments(replace(dims, stacks=Stacks.ALL)):
-        if not run.moe:
-            leaves = _layer_leaves(cfg, dims, dtype, run).values()
-            return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
-    return 0
+    if all(cfg.moe_layers):
+        return 0
+    leaves = _layer_leaves(cfg, dims, dtype, moe=False).values()
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _segment_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
+    layer = _layer_leaves(cfg, dims, dtype, run.moe)
+    return {name: leaf.stacked(run.num_layers) for name, leaf in layer.items()}
 
 
 def _plain(shape: tuple[int, ...], dtype: Any, std: float) -> Leaf:
     return Leaf(shape, shape, P(), dtype, std)
 
 
-def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
-    n, hidden = run.num_layers, cfg.hidden_size
-    tree = _latent_leaves(cfg, dims, dtype, n) if cfg.latent else _heads_leaves(cfg, dims, dtype, n)
-    tree["attn_norm"] = _plain((n, hidden), dtype, 0.0)
-    tree["mlp_norm"] = _plain((n, hidden), dtype, 0.0)
-    if run.moe:
-        tree |= _expert_leaves(cfg, dims, dtype, n)
+def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, moe: bool) -> dict[str, Leaf]:
+    hidden = cfg.hidden_size
+    tree = _latent_leaves(cfg, dims, dtype) if cfg.latent else _heads_leaves(cfg, dims, dtype)
+    tree["attn_norm"] = _plain((hidden,), dtype, 0.0)
+    tree["mlp_norm"] = _plain((hidden,), dtype, 0.0)
+    if moe:
+        tree |= _expert_leaves(cfg, dims, dtype)
         if cfg.shared_intermediate_size:
             old, new = cfg.shared_intermediate_size, dims.shared_intermediate
-            names = ("shared_gate_up", "shared_down")
-            tree |= _gated_leaves(names, hidden, old, new, dtype, n)
+            tree |= _gated_leaves(("shared_gate_up", "shared_down"), hidden, old, new, dtype)
         if cfg.shared_gate:
-            tree["shared_gate"] = _plain((n, hidden, 1), dtype, 1.0 / math.sqrt(hidden))
+            tree["shared_gate"] = _plain((hidden, 1), dtype, 1.0 / math.sqrt(hidden))
     else:
-        names = ("gate_up", "down")
         old, new = cfg.intermediate_size, dims.intermediate
-        tree |= _gated_leaves(names, hidden, old, new, dtype, n)
+        tree |= _gated_leaves(("gate_up", "down"), hidden, old, new, dtype)
     for name in dims.coded:
         if name in tree:
             group, codes = dims.coded_inputs[name].group, CODE_DTYPES[dims.codes]
@@ -167,40 +178,56 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
 
 
 def _gated_leaves(
-    names: tuple[str, str], hidden: int, width: int, wide: int, dtype: Any, n: int
+    names: tuple[str, str], hidden: int, width: int, wide: int, dtype: Any
 ) -> dict[str, Leaf]:
     """Parameters of a feed-forward that all tokens go through. wide: its width as stored."""
-    both = (n, hidden, 2, width), (n, hidden, 2, wide)
-    last = (n, width, hidden), (n, wide, hidden)
+    both = (hidden, 2, width), (hidden, 2, wide)
+    last = (width, hidden), (wide, hidden)
     std, last_std = 1.0 / math.sqrt(hidden), 1.0 / math.sqrt(width)
     return {
-        names[0]: Leaf(*both, P(None, None, None, SHARDS), dtype, std),
-        names[1]: Leaf(*last, P(None, SHARDS), dtype, last_std),
+        names[0]: Leaf(*both, P(None, None, SHARDS), dtype, std),
+        names[1]: Leaf(*last, P(SHARDS), dtype, last_std),
     }
 
 
-def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
+def _by_head(
+    dims: Dims,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    dtype: Any,
+    std: float,
+    tail: int = 0,
+) -> Leaf:
+    """[*before, kv heads, group + tail, *after]: for each query head, and `tail` for its kv head.
+
+    Sharded by kv head. tail: see Leaf.
+    """
+    cfg = dims.cfg
+    return Leaf(
+        (*before, cfg.num_kv_heads, cfg.group + tail, *after),
+        (*before, dims.kv_heads, dims.group + tail, *after),
+        P(*(None,) * len(before), SHARDS),
+        dtype,
+        std,
+        head_axis=len(before),
+        tail=tail,
+        replicas=dims.replicas,
+    )
+
+
+def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
     """Parameters of latent attention: one kv head, whose queries are dealt out over the shards."""
     latent, hidden = cfg.latent, cfg.hidden_size
     assert latent is not None
     rank, head_dim = latent.kv_rank, latent.nope_dim + latent.rope_dim
-    old, new = (1, cfg.num_heads), (dims.kv_heads, dims.group)
 
-    def by_head(first: tuple[int, ...], last: tuple[int, ...], fan_in: int) -> Leaf:
-        return Leaf(
-            (n, *first, *old, *last),
-            (n, *first, *new, *last),
-            P(*(None,) * (1 + len(first)), SHARDS),
-            dtype,
-            1.0 / math.sqrt(fan_in),
-            head_axis=1 + len(first),
-            replicas=dims.replicas,
-        )
+    def by_head(before: tuple[int, ...], after: tuple[int, ...], fan_in: int) -> Leaf:
+        return _by_head(dims, before, after, dtype, 1.0 / math.sqrt(fan_in))
 
     std = 1.0 / math.sqrt(hidden)
     tree = {
-        "kv_a": _plain((n, hidden, rank + latent.rope_dim), dtype, std),
-        "kv_a_norm": _plain((n, rank), dtype, 0.0),
+        "kv_a": _plain((hidden, rank + latent.rope_dim), dtype, std),
+        "kv_a_norm": _plain((rank,), dtype, 0.0),
         "k_b": by_head((), (latent.nope_dim, rank), rank),
         "v_b": by_head((), (rank, latent.value_dim), rank),
         "o": by_head((), (latent.value_dim, hidden), cfg.num_heads * latent.value_dim),
@@ -208,103 +235,68 @@ def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
     if not latent.q_rank:
         return tree | {"q": by_head((hidden,), (head_dim,), hidden)}
     return tree | {
-        "q_a": _plain((n, hidden, latent.q_rank), dtype, std),
-        "q_a_norm": _plain((n, latent.q_rank), dtype, 0.0),
+        "q_a": _plain((hidden, latent.q_rank), dtype, std),
+        "q_a_norm": _plain((latent.q_rank,), dtype, 0.0),
         "q_b": by_head((latent.q_rank,), (head_dim,), latent.q_rank),
     }
 
 
-def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
+def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
     """Parameters of attention in which each kv head has its own keys and values."""
     hidden, head_dim = cfg.hidden_size, cfg.head_dim
-    std = 1.0 / math.sqrt(hidden)
-    old, new = (cfg.num_kv_heads, cfg.group), (dims.kv_heads, dims.group)
-    old_qkv, new_qkv = (old[0], old[1] + 2, head_dim), (new[0], new[1] + 2, head_dim)
+    std, std_o = 1.0 / math.sqrt(hidden), 1.0 / math.sqrt(cfg.num_heads * head_dim)
     tree = {
         # Queries of a kv head, then its key, then its value: one product makes all three.
-        "qkv": Leaf(
-            (n, hidden, *old_qkv),
-            (n, hidden, *new_qkv),
-            P(None, None, SHARDS),
-            dtype,
-            std,
-            head_axis=2,
-            tail=2,
-            replicas=dims.replicas,
-        ),
-        "o": Leaf(
-            (n, *old, head_dim, hidden),
-            (n, *new, head_dim, hidden),
-            P(None, SHARDS),
-            dtype,
-            1.0 / math.sqrt(cfg.num_heads * head_dim),
-            head_axis=1,
-            replicas=dims.replicas,
-        ),
+        "qkv": _by_head(dims, (hidden,), (head_dim,), dtype, std, tail=2),
+        "o": _by_head(dims, (), (head_dim, hidden), dtype, std_o),
     }
-
-    def of_each_head(tail: int, std: float) -> Leaf:
-        """A vector for each query head of a kv head, and `tail` more for the kv head itself."""
-        return Leaf(
-            (n, old[0], old[1] + tail, head_dim),
-            (n, new[0], new[1] + tail, head_dim),
-            P(None, SHARDS),
-            dtype,
-            std,
-            head_axis=1,
-            tail=tail,
-            replicas=dims.replicas,
-        )
-
     if cfg.qkv_bias:
-        tree["qkv_bias"] = of_each_head(2, 0.1)
+        tree["qkv_bias"] = _by_head(dims, (), (head_dim,), dtype, 0.1, tail=2)
     if cfg.o_bias:
-        tree["o_bias"] = _plain((n, hidden), dtype, 0.1)
+        tree["o_bias"] = _plain((hidden,), dtype, 0.1)
     if cfg.qk_norm:
-        tree["q_norm"] = _plain((n, head_dim), dtype, 0.0)
-        tree["k_norm"] = _plain((n, head_dim), dtype, 0.0)
+        tree["q_norm"] = _plain((head_dim,), dtype, 0.0)
+        tree["k_norm"] = _plain((head_dim,), dtype, 0.0)
     if cfg.qk_norm_of_all:
-        tree["qk_norm"] = of_each_head(1, 0.0)
+        tree["qk_norm"] = _by_head(dims, (), (head_dim,), dtype, 0.0, tail=1)
     if cfg.sinks:
-        tree["sinks"] = Leaf(
-            (n, *old), (n, *new), P(None, SHARDS), dtype, 1.0, head_axis=1, replicas=dims.replicas
-        )
+        tree["sinks"] = _by_head(dims, (), (), dtype, 1.0)
     return tree
 
 
-def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
+def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
     hidden, experts = cfg.hidden_size, cfg.num_experts
-    physical, again = dims.physical_experts, 1 if dims.redundant else None
+    physical, again = dims.physical_experts, 0 if dims.redundant else None
     width, wide = cfg.moe_intermediate_size, dims.moe_intermediate
     std, float32 = 1.0 / math.sqrt(hidden), jnp.dtype(jnp.float32)
     tree = {
-        "router": _plain((n, hidden, experts), float32, std),
+        "router": _plain((hidden, experts), float32, std),
         "experts_gate_up": Leaf(
-            (n, experts, hidden, 2, width),
-            (n, physical, hidden, 2, wide),
-            P(None, dims.expert_axes, None, None, TENSOR),
+            (experts, hidden, 2, width),
+            (physical, hidden, 2, wide),
+            P(dims.expert_axes, None, None, TENSOR),
             dtype,
             std,
             repeats=again,
         ),
         "experts_down": Leaf(
-            (n, experts, width, hidden),
-            (n, physical, wide, hidden),
-            P(None, dims.expert_axes, TENSOR, None),
+            (experts, width, hidden),
+            (physical, wide, hidden),
+            P(dims.expert_axes, TENSOR, None),
             dtype,
             1.0 / math.sqrt(width),
             repeats=again,
         ),
     }
     if cfg.router.bias:
-        tree["router_bias"] = _plain((n, experts), float32, 0.1)
+        tree["router_bias"] = _plain((experts,), float32, 0.1)
     if cfg.router.correction:
-        tree["router_correction"] = _plain((n, experts), float32, 0.1)
+        tree["router_correction"] = _plain((experts,), float32, 0.1)
     if cfg.experts_bias:
         tree["experts_gate_up_bias"] = Leaf(
-            (n, experts, 2, width),
-            (n, physical, 2, wide),
-            P(None, dims.expert_axes, None, TENSOR),
+            (experts, 2, width),
+            (physical, 2, wide),
+            P(dims.expert_axes, None, TENSOR),
             dtype,
             0.1,
             repeats=again,
@@ -312,9 +304,9 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
         # Each device that shares an expert has one; all but the first are zero, and their sum is
         # what was trained.
         tree["experts_down_bias"] = Leaf(
-            (n, experts, 1, hidden),
-            (n, physical, dims.expert_shards, hidden),
-            P(None, dims.expert_axes, TENSOR, None),
+            (experts, 1, hidden),
+            (physical, dims.expert_shards, hidden),
+            P(dims.expert_axes, TENSOR, None),
             dtype,
             0.1,
             repeats=again,
@@ -324,7 +316,7 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
 
 def _coded(name: str, leaf: Leaf, group: int, dtype: np.dtype) -> dict[str, Leaf]:
     """Codes in place of weights, and their scales, one for each group of inputs."""
-    axis = _INPUTS_AT.get(name, 1)
+    axis = _INPUTS_AT.get(name, 0)
 
     def fewer(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:axis], shape[axis] // group, *shape[axis + 1 :])
