@@ -34,7 +34,7 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
     """
     network, shape = bench.model, bench.shape
     dims, cfg = network.dims, shape.cfg
-    attention = kernels.attention_shape(cfg, dims, network.target, shape.dtype, shape.page_size)
+    attention = kernels.attention_shape(dims, network.target, shape.dtype, shape.page_size)
     bench.fill_pool()
     slots, chunk = max(shape.slots), max(shape.chunks)
     compare = _Comparison(report, shape.name, shape.dtype)
@@ -53,7 +53,7 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
         own, inputs = replace(own, value_dim=latent.value_dim), _of_heads(bench, chunk, size)
         compare.add(f"prefill attention of heads {chunk}", kernels.PREFILL_ATTENTION, own, inputs)
     if cfg.num_experts:
-        experts = kernels.experts_shape(cfg, dims, network.target, shape.dtype)
+        experts = kernels.experts_shape(dims, network.target, shape.dtype)
         for tokens in (slots, chunk):
             inputs = bench.experts_inputs(tokens)
             compare.add(f"experts {tokens} tokens", kernels.EXPERTS, experts, inputs)

@@ -210,12 +210,12 @@ def plan_group(
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
     pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
     check_page_size(config.page_size, config.page_size, config.page_size)
-    leaves: list[Leaf] = jax.tree.leaves(param_leaves(cfg, dims, jax.numpy.dtype(dtype)))
+    leaves: list[Leaf] = jax.tree.leaves(param_leaves(dims, jax.numpy.dtype(dtype)))
     weights = sum(
         math.prod(leaf.sharding(mesh).shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
         for leaf in leaves
     )
-    page_bytes = kv_spec(cfg, dims, config.page_size, pages).all_layers_bytes // config.tp_size
+    page_bytes = kv_spec(dims, config.page_size, pages).all_layers_bytes // config.tp_size
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
     # A sixteenth, as a worker assumes until it knows the scratch memory of its programs.
     left = budget - budget // 16 - weights

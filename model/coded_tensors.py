@@ -13,7 +13,6 @@ from jaxtyping import Float32
 
 from model.checkpoint import Checkpoint
 from model.coded import LARGEST
-from model.config import ModelConfig
 from model.config_quantised import SCALE_INPUTS
 from model.errors import ModelError
 from model.params import Holds, Leaf
@@ -108,7 +107,7 @@ def shown(files: Checkpoint, leaf: Leaf, codes: np.dtype) -> Files:
             return files
 
 
-def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) -> tuple[str, ...]:
+def codes_to_keep(files: Checkpoint, dims: Dims, asked: bool) -> tuple[str, ...]:
     """Which parameters are to be codes, of those where enough inputs share a scale.
 
     Of a quantised checkpoint, the parameters that it has quantised in every layer; of any other,
@@ -117,7 +116,7 @@ def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) 
     """
     if not isinstance(files, Quantised):
         return dims.codable
-    layers, present = param_sources(cfg, replace(dims, coded=()))["layers"], set(files.names)
+    layers, present = param_sources(replace(dims, coded=()))["layers"], set(files.names)
     found: list[str] = []
     for name, (_, group, _) in dims.coded_inputs.items():
         names = [tensor for run in layers if name in run for tensor, _ in run[name].expected()]

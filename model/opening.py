@@ -140,11 +140,11 @@ def open_model(
         sizes.page_size,
         share_experts=shared,
         redundant_experts=redundant,
-        coded=coded_parameters(path, cfg, dims, quantization, on_cpu(), load_format == "dummy"),
+        coded=coded_parameters(path, dims, quantization, on_cpu(), load_format == "dummy"),
         codes=codes,
     )
     experts = PlacedExperts(model, placing)
-    kv = kv_spec(cfg, model.dims, sizes.page_size, sizes.kv_dtype)
+    kv = kv_spec(model.dims, sizes.page_size, sizes.kv_dtype)
     if (model.dims.coded and codes == "fp8") or sizes.kv_dtype == FP8:
         check_reads_codes(own_devices(mesh))
     _check_memory(model, kv, sizes.context_length, fraction, max_total_tokens)

@@ -74,7 +74,7 @@ def save_orbax(
         raise ModelError(f"{target / _PARAMS}: exists; expected a new folder")
     cfg, whole = model.cfg, Dims(model.cfg, 1, 1)
     files = open_checkpoint(source_dir, cfg.quantization, cfg.quantized_block)
-    leaves = param_leaves(model.cfg, whole, model.dtype)
+    leaves = param_leaves(whole, model.dtype)
     total = sum(_canonical_bytes(leaf) for leaf in jax.tree.leaves(leaves))
     done = 0
 
@@ -87,7 +87,7 @@ def save_orbax(
             progress(done, total)
         return values
 
-    tree = jax.tree.map(read, checked_sources(files, model.cfg, whole), leaves)
+    tree = jax.tree.map(read, checked_sources(files, whole), leaves)
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
@@ -152,7 +152,7 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
     ocp = _orbax()
     params = folder.absolute() / _PARAMS
     stacked = replace(model.dims, stacks=Stacks.ALL)
-    leaves = _flat(_named(param_leaves(model.cfg, stacked, model.dtype)))
+    leaves = _flat(_named(param_leaves(stacked, model.dtype)))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         _check(params, checkpointer, leaves)
         made: dict[tuple[str, ...], Array] = {}

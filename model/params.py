@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.coded import CODE_DTYPES, LARGEST
-from model.config import ModelConfig
 from model.sharding import SHARDS, TENSOR, Dims, Stacks
 
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
@@ -122,14 +121,15 @@ class Leaf:
         )
 
 
-def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
+def param_leaves(dims: Dims, dtype: Any) -> Params:
     """The tree of `Leaf`s that has the structure of the parameters."""
+    cfg = dims.cfg
     hidden, vocab = cfg.hidden_size, cfg.vocab_size
     std = 1.0 / math.sqrt(hidden)
     embed = Leaf((vocab, hidden), (dims.vocab, hidden), P(SHARDS, None), dtype, std)
     tree: Params = {
         "embed": embed,
-        "layers": tuple(_segment_leaves(cfg, dims, dtype, run) for run in segments(dims)),
+        "layers": tuple(_segment_leaves(dims, dtype, run) for run in segments(dims)),
         "norm": _plain((hidden,), dtype, 0.0),
     }
     if not cfg.tie_word_embeddings:
@@ -138,16 +138,16 @@ def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
     return tree
 
 
-def dense_layer_bytes(cfg: ModelConfig, dims: Dims, dtype: Any) -> int:
+def dense_layer_bytes(dims: Dims, dtype: Any) -> int:
     """Bytes of one layer without experts, over all shards of a rank; 0 if there is none."""
-    if all(cfg.moe_layers):
+    if all(dims.cfg.moe_layers):
         return 0
-    leaves = _layer_leaves(cfg, dims, dtype, moe=False).values()
+    leaves = _layer_leaves(dims, dtype, moe=False).values()
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _segment_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
-    layer = _layer_leaves(cfg, dims, dtype, run.moe)
+def _segment_leaves(dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
+    layer = _layer_leaves(dims, dtype, run.moe)
     return {name: leaf.stacked(run.num_layers) for name, leaf in layer.items()}
 
 
@@ -155,13 +155,13 @@ def _plain(shape: tuple[int, ...], dtype: Any, std: float) -> Leaf:
     return Leaf(shape, shape, P(), dtype, std)
 
 
-def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, moe: bool) -> dict[str, Leaf]:
-    hidden = cfg.hidden_size
-    tree = _latent_leaves(cfg, dims, dtype) if cfg.latent else _heads_leaves(cfg, dims, dtype)
+def _layer_leaves(dims: Dims, dtype: Any, moe: bool) -> dict[str, Leaf]:
+    cfg, hidden = dims.cfg, dims.cfg.hidden_size
+    tree = _latent_leaves(dims, dtype) if cfg.latent else _heads_leaves(dims, dtype)
     tree["attn_norm"] = _plain((hidden,), dtype, 0.0)
     tree["mlp_norm"] = _plain((hidden,), dtype, 0.0)
     if moe:
-        tree |= _expert_leaves(cfg, dims, dtype)
+        tree |= _expert_leaves(dims, dtype)
         if cfg.shared_intermediate_size:
             old, new = cfg.shared_intermediate_size, dims.shared_intermediate
             tree |= _gated_leaves(("shared_gate_up", "shared_down"), hidden, old, new, dtype)
@@ -215,9 +215,9 @@ def _by_head(
     )
 
 
-def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
+def _latent_leaves(dims: Dims, dtype: Any) -> dict[str, Leaf]:
     """Parameters of latent attention: one kv head, whose queries are dealt out over the shards."""
-    latent, hidden = cfg.latent, cfg.hidden_size
+    cfg, latent, hidden = dims.cfg, dims.cfg.latent, dims.cfg.hidden_size
     assert latent is not None
     rank, head_dim = latent.kv_rank, latent.nope_dim + latent.rope_dim
 
@@ -241,9 +241,9 @@ def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
     }
 
 
-def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
+def _heads_leaves(dims: Dims, dtype: Any) -> dict[str, Leaf]:
     """Parameters of attention in which each kv head has its own keys and values."""
-    hidden, head_dim = cfg.hidden_size, cfg.head_dim
+    cfg, hidden, head_dim = dims.cfg, dims.cfg.hidden_size, dims.cfg.head_dim
     std, std_o = 1.0 / math.sqrt(hidden), 1.0 / math.sqrt(cfg.num_heads * head_dim)
     tree = {
         # Queries of a kv head, then its key, then its value: one product makes all three.
@@ -264,8 +264,8 @@ def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
     return tree
 
 
-def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> dict[str, Leaf]:
-    hidden, experts = cfg.hidden_size, cfg.num_experts
+def _expert_leaves(dims: Dims, dtype: Any) -> dict[str, Leaf]:
+    cfg, hidden, experts = dims.cfg, dims.cfg.hidden_size, dims.cfg.num_experts
     physical, again = dims.physical_experts, 0 if dims.redundant else None
     width, wide = cfg.moe_intermediate_size, dims.moe_intermediate
     std, float32 = 1.0 / math.sqrt(hidden), jnp.dtype(jnp.float32)

@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model import eplb
-from model.config import ModelConfig
 from model.eplb import TRIVIAL, ExpertPolicy
 from model.errors import ModelError
 from model.members import is_leader
@@ -73,7 +72,7 @@ class PlacedExperts:
             for idx, run in enumerate(segments(model.dims))
             if run.moe and policy.places_experts
         ]
-        self._placed = _initial(model.cfg, model.dims, policy)
+        self._placed = _initial(model.dims, policy)
         self._move: dict[int, Program] = {}  # by the number of layers of a run
         self._map = self._sent_map() if policy.places_experts else None
         self._loads = self._no_loads() if policy.enable_eplb else None
@@ -125,7 +124,7 @@ class PlacedExperts:
     def settle(self, params: Params) -> Params:
         """Move weights from the trivial placement, in which they are loaded, to the policy's."""
         wanted = self._placed
-        self._placed = _trivial(self._model.cfg, self._model.dims)
+        self._placed = _trivial(self._model.dims)
         for _, run in self._runs:
             for layer in _layers(run):
                 params = self._moved(params, layer, wanted[layer])
@@ -283,16 +282,17 @@ def _mover(share_experts: bool, num_parts: int) -> Callable[..., Any]:
     return move
 
 
-def _trivial(cfg: ModelConfig, dims: Dims) -> np.ndarray:
-    row = eplb.trivial(cfg.num_experts, dims.physical_experts)
-    return np.tile(row, (cfg.num_layers, 1))
+def _trivial(dims: Dims) -> np.ndarray:
+    row = eplb.trivial(dims.cfg.num_experts, dims.physical_experts)
+    return np.tile(row, (dims.cfg.num_layers, 1))
 
 
-def _initial(cfg: ModelConfig, dims: Dims, policy: ExpertPolicy) -> np.ndarray:
+def _initial(dims: Dims, policy: ExpertPolicy) -> np.ndarray:
     """i32[layers, physical]. Raises ModelError where a file does not fit."""
     location = policy.init_expert_location
     if location == TRIVIAL:
-        return _trivial(cfg, dims)
+        return _trivial(dims)
+    cfg = dims.cfg
     return read_location(location, cfg.num_layers, cfg.num_experts, dims.physical_experts, dims.ep)
 
 

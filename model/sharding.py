@@ -321,12 +321,13 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def kv_spec(cfg: ModelConfig, dims: Dims, page_size: int, dtype: str) -> KVSpec:
+def kv_spec(dims: Dims, page_size: int, dtype: str) -> KVSpec:
     """The pages of this model on this mesh. Raises ModelError for an unknown dtype or page size."""
     if dtype not in PAGE_DTYPE_BYTES:
         raise ModelError(f"kv cache dtype {dtype!r}; accepted: {', '.join(PAGE_DTYPE_BYTES)}")
     if page_size < 1:
         raise ModelError(f"page_size {page_size}; accepted: at least 1")
+    cfg = dims.cfg
     return KVSpec(
         cfg.num_layers // cfg.page_groups,
         dims.kv_heads,

@@ -35,11 +35,12 @@ _NAMED_AS_MIXTRAL: Final = ("MixtralForCausalLM", "MiniMaxM2ForCausalLM")
 _NAMES: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-def param_sources(cfg: ModelConfig, dims: Dims) -> Params:
+def param_sources(dims: Dims) -> Params:
     """The tree of `Source`s that has the structure of the parameters."""
+    cfg = dims.cfg
     tree: Params = {
         "embed": Plain(_EMBED, (cfg.vocab_size, cfg.hidden_size)),
-        "layers": tuple(_segment_sources(cfg, dims, run) for run in segments(dims)),
+        "layers": tuple(_segment_sources(dims, run) for run in segments(dims)),
         "norm": Plain("model.norm.weight", (cfg.hidden_size,)),
     }
     if not cfg.tie_word_embeddings:
@@ -47,25 +48,25 @@ def param_sources(cfg: ModelConfig, dims: Dims) -> Params:
     return tree
 
 
-def _segment_sources(cfg: ModelConfig, dims: Dims, run: Segment) -> dict[str, Source]:
+def _segment_sources(dims: Dims, run: Segment) -> dict[str, Source]:
     layers = range(run.first, run.first + run.num_layers)
-    each = [_layer_sources(cfg, dims, f"model.layers.{i}", run.moe) for i in layers]
+    each = [_layer_sources(dims, f"model.layers.{i}", run.moe) for i in layers]
     return {name: Stack(tuple(layer[name] for layer in each)) for name in each[0]}
 
 
-def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str, Source]:
-    hidden = cfg.hidden_size
-    found = _latent_sources(cfg, dims, at) if cfg.latent else _heads_sources(cfg, dims, at)
+def _layer_sources(dims: Dims, at: str, moe: bool) -> dict[str, Source]:
+    cfg, hidden = dims.cfg, dims.cfg.hidden_size
+    found = _latent_sources(dims, at) if cfg.latent else _heads_sources(dims, at)
     found["attn_norm"] = Plain(f"{at}.input_layernorm.weight", (hidden,))
     found["mlp_norm"] = Plain(f"{at}.post_attention_layernorm.weight", (hidden,))
     if not moe:
         found |= _gated_sources(dims, cfg.intermediate_size, f"{at}.mlp", ("gate_up", "down"))
     elif cfg.architecture == "GptOssForCausalLM":
-        found |= _stacked_expert_sources(cfg, dims, at)
+        found |= _stacked_expert_sources(dims, at)
     else:
-        found |= _expert_sources(cfg, dims, at)
+        found |= _expert_sources(dims, at)
     if moe and cfg.shared_intermediate_size:
-        found |= _shared_sources(cfg, dims, f"{at}.mlp")
+        found |= _shared_sources(dims, f"{at}.mlp")
     return found
 
 
@@ -93,8 +94,9 @@ def _gated_sources(dims: Dims, width: int, at: str, names: tuple[str, str]) -> d
     return _with_scales(dims, names[0], gate_up) | _with_scales(dims, names[1], down)
 
 
-def _shared_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+def _shared_sources(dims: Dims, at: str) -> dict[str, Source]:
     """Sources of the experts that all tokens go to; a single one, as Qwen2's, has a gate."""
+    cfg = dims.cfg
     at_all = f"{at}.{'shared_expert' if cfg.shared_gate else 'shared_experts'}"
     names = "shared_gate_up", "shared_down"
     found = _gated_sources(dims, cfg.shared_intermediate_size, at_all, names)
@@ -103,9 +105,9 @@ def _shared_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     return found
 
 
-def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     """Sources of attention in which each kv head has its own keys and values."""
-    hidden = cfg.hidden_size
+    cfg, hidden = dims.cfg, dims.cfg.hidden_size
     heads = Heads(cfg.num_kv_heads, cfg.group, cfg.head_dim, dims.replicas, dims.group)
 
     def qkv(kind: str) -> tuple[str, str, str]:
@@ -135,9 +137,9 @@ def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     return found
 
 
-def _latent_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+def _latent_sources(dims: Dims, at: str) -> dict[str, Source]:
     """Sources of latent attention. Rotated pairs are neighbours in files, in two halves here."""
-    latent, hidden = cfg.latent, cfg.hidden_size
+    cfg, latent, hidden = dims.cfg, dims.cfg.latent, dims.cfg.hidden_size
     assert latent is not None
     at = f"{at}.self_attn"
     nope, rank, rope = latent.nope_dim, latent.kv_rank, latent.rope_dim
@@ -184,7 +186,8 @@ def _halves_last(before: int, size: int) -> tuple[int, ...]:
     return (*range(before), *pairs[::2], *pairs[1::2])
 
 
-def _expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+def _expert_sources(dims: Dims, at: str) -> dict[str, Source]:
+    cfg = dims.cfg
     mixtral = cfg.architecture in _NAMED_AS_MIXTRAL
     block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
     names = ("w1", "w3", "w2") if mixtral else _NAMES
@@ -195,7 +198,7 @@ def _expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
         pairs = [_products(*sizes, expert, names) for expert in each]
         return Stack(tuple(pair[0] for pair in pairs)), Stack(tuple(pair[1] for pair in pairs))
 
-    found = _expert_products(cfg, dims, stacks)
+    found = _expert_products(dims, stacks)
     found["router"] = Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts)
     if cfg.router.correction:
         holder = block if mixtral else f"{block}.gate"
@@ -204,8 +207,9 @@ def _expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     return found
 
 
-def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+def _stacked_expert_sources(dims: Dims, at: str) -> dict[str, Source]:
     """Sources of GPT-OSS, where one tensor has all experts, and they have biases."""
+    cfg = dims.cfg
     hidden, width, experts = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
     block = f"{at}.mlp.experts"
 
@@ -215,7 +219,7 @@ def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, 
             Plain(f"{block}.down_proj", (experts, inner, hidden)),
         )
 
-    return _expert_products(cfg, dims, stacks) | {
+    return _expert_products(dims, stacks) | {
         "router": Turned(f"{at}.mlp.router.weight", hidden, experts),
         "router_bias": Plain(f"{at}.mlp.router.bias", (experts,)),
         "experts_gate_up_bias": Interleaved(f"{block}.gate_up_proj_bias", (experts,), width),
@@ -224,13 +228,13 @@ def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, 
 
 
 def _expert_products(
-    cfg: ModelConfig, dims: Dims, stacks: Callable[[int, int], tuple[Source, Source]]
+    dims: Dims, stacks: Callable[[int, int], tuple[Source, Source]]
 ) -> dict[str, Source]:
     """Both products of all experts and, where these are codes, their scales.
 
     stacks(hidden, width): the sources of both products, if they had so many inputs.
     """
-    hidden, width = cfg.hidden_size, cfg.moe_intermediate_size
+    hidden, width = dims.cfg.hidden_size, dims.cfg.moe_intermediate_size
     first = _with_scales(dims, "experts_gate_up", lambda group: stacks(hidden // group, width)[0])
     last = _with_scales(dims, "experts_down", lambda group: stacks(hidden, width // group)[1])
     return first | last
@@ -244,14 +248,14 @@ def _products(
     return GateUp(Turned(gate, *first), Turned(up, *first)), Turned(down, *last)
 
 
-def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
+def checked_sources(files: Checkpoint, dims: Dims) -> Params:
     """param_sources, after a check that every tensor is there, in shape, and none is left over.
 
     A head beside a tied embedding is compared with it; nothing else is read here.
 
     Raises ModelError naming the first tensor that does not fit.
     """
-    tree = param_sources(cfg, dims)
+    cfg, tree = dims.cfg, param_sources(dims)
     wanted = dict(pair for source in _leaves(tree) for pair in source.expected())
     extra = range(cfg.num_layers, cfg.num_layers + cfg.num_extra_layers)
     unread = tuple(f"model.layers.{layer}." for layer in extra)

@@ -58,7 +58,6 @@ class Kernels(NamedTuple):
 class Model:
     """Everything static about a network on a mesh; hashable, so it may be a static argument."""
 
-    cfg: ModelConfig
     dims: Dims
     mesh: Mesh
     dtype: np.dtype
@@ -95,10 +94,10 @@ class Model:
         shared_bytes = int(getattr(device, "shared_memory_per_block_optin", 0))
         target = Target(platform, found == "cpu" != platform, shared_bytes)
         if stacks is None:
-            stacks = _fastest(platform, dense_layer_bytes(cfg, dims, kind))
+            stacks = _fastest(platform, dense_layer_bytes(dims, kind))
         dims = replace(dims, stacks=stacks)
-        shape = kernels.attention_shape(cfg, dims, target, kind.name, page_size)
-        routed = kernels.experts_shape(cfg, dims, target, kind.name)
+        shape = kernels.attention_shape(dims, target, kind.name, page_size)
+        routed = kernels.experts_shape(dims, target, kind.name)
         chosen = Kernels(
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
@@ -108,7 +107,12 @@ class Model:
             kernels.choose("product_parts", kernels.PRODUCT_PARTS, shape),
             kernels.choose("add_and_norm", kernels.ADD_AND_NORM, shape),
         )
-        return Model(cfg, dims, mesh, kind, page_size, chosen, target)
+        return Model(dims, mesh, kind, page_size, chosen, target)
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The network that the sizes are of."""
+        return self.dims.cfg
 
     @property
     def on_cpu(self) -> bool:
@@ -122,11 +126,11 @@ class Model:
 
     def kv_spec(self, dtype: str | None = None) -> KVSpec:
         """The pages of this model, of its own dtype unless another is given."""
-        return kv_spec(self.cfg, self.dims, self.page_size, dtype or self.dtype.name)
+        return kv_spec(self.dims, self.page_size, dtype or self.dtype.name)
 
     def param_leaves(self) -> Params:
         """Shapes, dtypes and shardings of the parameters, in their tree."""
-        return param_leaves(self.cfg, self.dims, self.dtype)
+        return param_leaves(self.dims, self.dtype)
 
     def param_specs(self) -> Params:
         """How each parameter is split over the mesh, in their tree."""

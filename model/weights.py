@@ -60,7 +60,7 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     if is_orbax(folder):
         return orbax.load_params(folder, model, meter.add)
     files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
-    sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
+    sources = jax.tree.leaves(checked_sources(files, model.dims))
     made = [
         _place(files, source, leaf, model, meter)
         for source, leaf in zip(sources, leaves, strict=True)
@@ -70,7 +70,6 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
 
 def coded_parameters(
     path: str | Path,
-    cfg: ModelConfig,
     dims: Dims,
     quantization: str,
     by_default: bool,
@@ -83,7 +82,7 @@ def coded_parameters(
     no tensors to look at; the parameters are those that are codes in such a model as published.
     Raises ModelError where codes are asked for but not to be had, and as load_params does.
     """
-    folder, asked = Path(path), quantization in CODE_DTYPES
+    cfg, folder, asked = dims.cfg, Path(path), quantization in CODE_DTYPES
     if not asked and not (quantization == "auto" and by_default and cfg.quantization):
         return ()
     if dummy:
@@ -95,7 +94,7 @@ def coded_parameters(
             )
         return ()
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
-    return codes_to_keep(files, cfg, dims, asked)
+    return codes_to_keep(files, dims, asked)
 
 
 def stored_bytes(model: Model) -> int:

@@ -10,7 +10,6 @@ import model.kernels.attention.reference as attention_reference
 import model.kernels.moe.batched as moe_batched
 import model.kernels.moe.grouped as moe_grouped
 import model.kernels.moe.reference as moe_reference
-from model.config import ModelConfig
 from model.config_experts import RouterConfig
 from model.heads import place_heads
 from model.kernels import products, rows
@@ -86,10 +85,9 @@ class ExpertsShape:
     shared_bytes: int = 0
 
 
-def attention_shape(
-    cfg: ModelConfig, dims: Dims, target: Target, dtype: str, page_size: int
-) -> AttentionShape:
+def attention_shape(dims: Dims, target: Target, dtype: str, page_size: int) -> AttentionShape:
     """The attention shape of one shard of a model."""
+    cfg = dims.cfg
     return AttentionShape(
         target.platform,
         dtype,
@@ -107,8 +105,9 @@ def attention_shape(
     )
 
 
-def experts_shape(cfg: ModelConfig, dims: Dims, target: Target, dtype: str) -> ExpertsShape:
+def experts_shape(dims: Dims, target: Target, dtype: str) -> ExpertsShape:
     """The experts shape of one shard of a model."""
+    cfg = dims.cfg
     return ExpertsShape(
         target.platform,
         dtype,

@@ -117,7 +117,7 @@ def test_shapes_have_the_published_number_of_parameters(shape, billions):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_parameters_counted_are_those_of_the_model(shape):
     dims = Dims.of(shape.cfg, make_mesh(1, 1, jax.devices()[:1]))
-    leaves = jax.tree.leaves(param_leaves(shape.cfg, dims, jnp.dtype(shape.dtype)))
+    leaves = jax.tree.leaves(param_leaves(dims, jnp.dtype(shape.dtype)))
     assert total_params(shape) == sum(math.prod(leaf.canonical) for leaf in leaves if leaf.std)
 
 
@@ -160,7 +160,7 @@ def test_kv_bytes_of_a_token():
 @pytest.mark.parametrize("shape", [DEMO_LATENT, DEMO_GPT_OSS, DEEPSEEK_V2_LITE, GPT_OSS_20B])
 def test_kv_bytes_are_those_of_the_pages(shape):
     mesh = make_mesh(1, 1, jax.devices()[:1])
-    spec = kv_spec(shape.cfg, Dims.of(shape.cfg, mesh), shape.page_size, shape.dtype)
+    spec = kv_spec(Dims.of(shape.cfg, mesh), shape.page_size, shape.dtype)
     assert spec.all_layers_bytes == shape.page_size * kv_bytes_per_token(shape)
 
 

@@ -32,7 +32,7 @@ def _tuning(shape: Shape) -> tune.Tuning:
     report = Report("tune", Surroundings("c", "a GPU", {}), out=io.StringIO())
     bench = KernelBench(report, tune.shallow(shape), Ceilings(1.0, 1.0), 0.001)
     target = Target("gpu", interpreted=True)
-    wanted = kernels.experts_shape(bench.shape.cfg, bench.model.dims, target, "bfloat16")
+    wanted = kernels.experts_shape(bench.model.dims, target, "bfloat16")
     chosen = kernels.choose("experts", kernels.EXPERTS, wanted)
     bench.model = replace(bench.model, kernels=bench.model.kernels._replace(experts=chosen))
     return tune.Tuning(bench)

@@ -85,7 +85,7 @@ class Harness:
         mesh = make_mesh(tp, ep, dp_size=dp)
         codes = codes_of(cfg.quantization, coded if isinstance(coded, str) else "auto")
         how, dims = codes if coded else "none", Dims.of(cfg, mesh, ep > tp, codes=codes)
-        names = coded_parameters(checkpoint, cfg, dims, how, True)
+        names = coded_parameters(checkpoint, dims, how, True)
         self.model = Model.create(
             cfg,
             mesh,

@@ -70,7 +70,7 @@ def _random(folder: Path) -> Tensors:
     draw = np.random.default_rng(6)
     return {
         name: draw.standard_normal(shape).astype(ml_dtypes.bfloat16)
-        for source in jax.tree.leaves(param_sources(cfg, Dims(cfg, 1, 1)))
+        for source in jax.tree.leaves(param_sources(Dims(cfg, 1, 1)))
         for name, shape in source.expected()
     }
 

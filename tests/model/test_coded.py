@@ -62,7 +62,7 @@ def _model(folder: Path, mesh: tuple[int, int, int], dtype: str, how: str) -> Mo
     again = ep if ep > 1 else 0  # copies of experts
     codes = codes_of(cfg.quantization, how)
     dims = Dims.of(cfg, devices, ep > tp, again, codes=codes)
-    names = coded_parameters(folder, cfg, dims, how, True)
+    names = coded_parameters(folder, dims, how, True)
     sizes = cfg, devices, dtype, 16, ep > tp
     return Model.create(*sizes, redundant_experts=again, coded=names, codes=codes)
 

@@ -130,5 +130,5 @@ def test_layers_with_arrays_of_their_own_are_read_where_they_are(program: Any) -
     small, large = (program(model, n).memory_analysis() for n in (SMALL, LARGE))
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
     stacks = program(_model("llama", "float32", 1, Stacks.ALL), SMALL).memory_analysis()
-    layer = dense_layer_bytes(model.cfg, model.dims, model.dtype)
+    layer = dense_layer_bytes(model.dims, model.dtype)
     assert small.temp_size_in_bytes < stacks.temp_size_in_bytes - layer // 2

@@ -56,7 +56,7 @@ def test_more_shards_than_kv_heads_replicate_heads_and_pad_their_groups() -> Non
     dims = Dims(LLAMA, 4, 1)
     assert (dims.replicas, dims.kv_heads, dims.group) == (2, 4, 2)
     assert (Dims(LLAMA, 2, 1).kv_heads, Dims(LLAMA, 2, 1).group) == (2, 3)
-    assert kv_spec(LLAMA, dims, 16, "bfloat16").num_kv_heads == 4
+    assert kv_spec(dims, 16, "bfloat16").num_kv_heads == 4
 
 
 def test_sizes_are_padded_to_the_mesh() -> None:
@@ -83,6 +83,6 @@ def test_sizes_that_do_not_divide_are_named(kv_heads: int, tp: int, ep: int, mes
 def test_pages_of_an_unknown_kind_are_refused() -> None:
     dims = Dims(LLAMA, 1, 1)
     with pytest.raises(ModelError, match="kv cache dtype 'fp4'; accepted: float32"):
-        kv_spec(LLAMA, dims, 16, "fp4")
+        kv_spec(dims, 16, "fp4")
     with pytest.raises(ModelError, match="page_size 0; accepted: at least 1"):
-        kv_spec(LLAMA, dims, 0, "float32")
+        kv_spec(dims, 0, "float32")
