@@ -13,7 +13,7 @@ from model.config_quantised import INT8, INT8_PACKED
 from model.config_quantised import MXFP4_GROUP as _GROUP
 from model.errors import ModelError
 from model.quantised_integers import Int4, Int8, Int8Packed
-from model.quantised_pairs import Quantised
+from model.quantised_pairs import Quantised, nibble_pairs
 
 _GROUP_BYTES: Final = 16
 # 6 · 2^(252 - 127) is the largest finite product in bfloat16, and 255 means NaN.
@@ -85,39 +85,17 @@ class _Mxfp4(Quantised):
         return experts, groups * _GROUP, rows
 
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        experts, columns, rows = index
-        first = columns.start // _GROUP
-        part = experts, rows, slice(first, -(-columns.stop // _GROUP))
+        part, within = _whole_groups(index)
         blocks = self.read_bytes(name + self._DATA, part)
         scales = self.read_bytes(name + self._SCALES, part)
-        within = slice(columns.start - first * _GROUP, columns.stop - first * _GROUP, columns.step)
         self._check_largest(name, scales)
-        num_experts, num_rows = blocks.shape[:2]
-        num_columns = len(range(columns.start, columns.stop, columns.step))
-        out = np.empty((num_experts, num_columns, num_rows), np.uint16)
-        for expert in range(num_experts):
-            # Some rows at a time stay in the cache while they are transposed.
-            for at in range(0, num_rows, _TILE):
-                tile = slice(at, at + _TILE)
-                values = _unpacked(blocks[expert, tile], scales[expert, tile])
-                out[expert, :, tile] = values[:, within].T
-        return out.view(ml_dtypes.bfloat16)
+        return _turned(blocks, scales, _scaled_pairs(), within).view(ml_dtypes.bfloat16)
 
     def read_codes(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         assert dtype == np.uint8, dtype
-        experts, columns, rows = index
-        first = columns.start // _GROUP
-        part = experts, rows, slice(first, -(-columns.stop // _GROUP))
+        part, within = _whole_groups(index)
         blocks = self.read_bytes(name + self._DATA, part)
-        within = slice(columns.start - first * _GROUP, columns.stop - first * _GROUP)
-        num_experts, num_rows = blocks.shape[:2]
-        out = np.empty((num_experts, columns.stop - columns.start, num_rows), np.uint8)
-        for expert in range(num_experts):
-            for at in range(0, num_rows, _TILE):
-                tile = slice(at, at + _TILE)
-                codes = _mxfp4_codes().take(blocks[expert, tile], mode="clip")
-                out[expert, :, tile] = codes.view(np.uint8).reshape(len(codes), -1)[:, within].T
-        return out
+        return _turned(blocks, None, _code_pairs(), within)
 
     def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
         experts, columns, rows = index
@@ -199,31 +177,52 @@ class _Fp8(Quantised):
         return scales[row_blocks]
 
 
-def _unpacked(
-    blocks: UInt8[np.ndarray, "rows groups 16"], scales: UInt8[np.ndarray, "rows groups"]
-) -> UInt16[np.ndarray, "rows cols"]:
-    """The values of packed rows, as bits of bfloat16. Scales are at most _SCALE_MAX."""
-    which = blocks | (scales.astype(np.uint16) << 8)[:, :, None]
-    # clip: every index is within the table, and the other modes are twice as slow
-    return _pairs().take(which, mode="clip").view(np.uint16).reshape(len(blocks), -1)
+def _whole_groups(index: tuple[slice, ...]) -> tuple[tuple[slice, ...], slice]:
+    """What a slice of a tensor is stored in: [experts, rows, groups], and its columns in there."""
+    experts, columns, rows = index
+    first = columns.start // _GROUP
+    within = slice(columns.start - first * _GROUP, columns.stop - first * _GROUP, columns.step)
+    return (experts, rows, slice(first, -(-columns.stop // _GROUP))), within
+
+
+def _turned(
+    blocks: UInt8[np.ndarray, "experts rows groups 16"],
+    scales: UInt8[np.ndarray, "experts rows groups"] | None,
+    pairs: np.ndarray,
+    within: slice,
+) -> np.ndarray:
+    """The bits of some columns' values: [experts, columns, rows].
+
+    pairs: the table of both values of a byte, for each scale where there are scales.
+    """
+    num_experts, num_rows, num_groups, _ = blocks.shape
+    num_stored, kind = num_groups * _GROUP, f"u{pairs.dtype.itemsize // 2}"
+    num_columns = len(range(*within.indices(num_stored)))
+    out = np.empty((num_experts, num_columns, num_rows), kind)
+    for expert in range(num_experts):
+        # Some rows at a time stay in the cache while they are transposed.
+        for at in range(0, num_rows, _TILE):
+            rows = slice(at, at + _TILE)
+            which = blocks[expert, rows]
+            if scales is not None:
+                which = which | (scales[expert, rows].astype(np.uint16) << 8)[:, :, None]
+            # clip: every index is within the table, and the other modes are twice as slow
+            values = pairs.take(which, mode="clip").view(kind).reshape(-1, num_stored)
+            out[expert, :, rows] = values[:, within].T
+    return out
 
 
 @cache
-def _pairs() -> UInt32[np.ndarray, " pairs"]:
+def _scaled_pairs() -> UInt32[np.ndarray, " pairs"]:
     """For every scale and every byte under it, the bits of both bfloat16 values as one u32."""
     exponents = np.arange(_SCALE_MAX + 1)[:, None] - 127
-    scaled = np.ldexp(_FOUR_BITS, exponents).astype(ml_dtypes.bfloat16)
-    byte = np.arange(256)
-    pairs = np.stack([scaled[:, byte & 15], scaled[:, byte >> 4]], axis=-1)
-    return pairs.view(np.uint32).reshape(-1)
+    return nibble_pairs(np.ldexp(_FOUR_BITS, exponents).astype(ml_dtypes.bfloat16))
 
 
 @cache
-def _mxfp4_codes() -> UInt16[np.ndarray, "256"]:
+def _code_pairs() -> UInt16[np.ndarray, "256"]:
     """For every byte, both values as e4m3 codes, which represent them exactly."""
-    codes = _FOUR_BITS.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    byte = np.arange(256)
-    return np.stack([codes[byte & 15], codes[byte >> 4]], axis=-1).view(np.uint16).reshape(-1)
+    return nibble_pairs(_FOUR_BITS.astype(ml_dtypes.float8_e4m3fn))
 
 
 @cache

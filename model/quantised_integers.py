@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from model.errors import ModelError
-from model.quantised_pairs import Quantised
+from model.quantised_pairs import Quantised, nibble_pairs
 
 _WORD: Final = 4  # bytes
 _TILE: Final = 64
@@ -208,7 +208,5 @@ class Int8(_Integers):
 @cache
 def _pairs_of(dtype: np.dtype) -> np.ndarray:
     """For every byte, both four-bit values as one number; uint8 means e4m3 codes, also exact."""
-    values = np.arange(-8, 8).astype(ml_dtypes.float8_e4m3fn if dtype == np.uint8 else dtype)
-    byte = np.arange(256)
-    pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
-    return pairs.view(f"u{2 * dtype.itemsize}").reshape(-1)
+    kind = ml_dtypes.float8_e4m3fn if dtype == np.uint8 else dtype
+    return nibble_pairs(np.arange(-8, 8).astype(kind))

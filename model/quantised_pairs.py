@@ -128,3 +128,13 @@ class Quantised(Checkpoint, ABC):
         if name in self._quantised:
             return f"{self.folder / self._where[name + self._DATA]}: tensor {name}"
         return super()._at(name)
+
+
+def nibble_pairs(values: np.ndarray) -> np.ndarray:
+    """For every byte, the values of its lower and its upper four bits, as one number; flat.
+
+    values: [*tables, 16], by those four bits. There are 256 pairs of each table.
+    """
+    byte = np.arange(256)
+    pairs = np.stack([values[..., byte & 15], values[..., byte >> 4]], axis=-1)
+    return pairs.view(f"u{2 * values.dtype.itemsize}").reshape(-1)
