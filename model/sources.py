@@ -116,6 +116,13 @@ class Heads:
         at = head * self.group
         return slice((at + first) * self.head_dim, (at + last) * self.head_dim)
 
+    def dealt(self, part: slice) -> Iterator[tuple[int, slice]]:
+        """Stored kv heads of a part that have queries: each one's place in it, and `queries`."""
+        for i, stored in enumerate(range(part.start, part.stop)):
+            rows = self.queries(stored)
+            if _length(rows):
+                yield i, rows
+
     def shared(self, stored: int) -> slice:
         """Rows of the key, or value, head behind a stored kv head."""
         head = stored // self.replicas
@@ -176,12 +183,10 @@ class Output:
 
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         head_dim = self.heads.head_dim
-        for i, stored in enumerate(range(index[0].start, index[0].stop)):
-            columns = self.heads.queries(stored)
-            if _length(columns):
-                values = files.read(self.name, (slice(0, self.hidden), columns))
-                to = out[i, : _length(columns) // head_dim]
-                _turn(values, to.reshape(_length(columns), self.hidden))
+        for i, columns in self.heads.dealt(index[0]):
+            values = files.read(self.name, (slice(0, self.hidden), columns))
+            to = out[i, : _length(columns) // head_dim]
+            _turn(values, to.reshape(_length(columns), self.hidden))
 
 
 @dataclass(frozen=True)
@@ -202,12 +207,10 @@ class Queries:
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         head_dim = self.heads.head_dim
         order = list(self.order) or slice(None)
-        for i, stored in enumerate(range(index[1].start, index[1].stop)):
-            rows = self.heads.queries(stored)
-            if _length(rows):
-                values = files.read(self.name, (rows, slice(0, self.size_in)))
-                values = values.reshape(-1, head_dim, self.size_in)[:, order]
-                out[:, i, : len(values)] = values.transpose(2, 0, 1)
+        for i, rows in self.heads.dealt(index[1]):
+            values = files.read(self.name, (rows, slice(0, self.size_in)))
+            values = values.reshape(-1, head_dim, self.size_in)[:, order]
+            out[:, i, : len(values)] = values.transpose(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -228,12 +231,10 @@ class OutOfLatent:
         yield self.name, (self.heads.sizes[0], self.rank)
 
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
-        for i, stored in enumerate(range(index[0].start, index[0].stop)):
-            rows = self.heads.queries(stored)
-            if _length(rows):
-                values = files.read(self.name, (rows, slice(0, self.rank)))
-                values = values.reshape(-1, self.heads.head_dim, self.rank)[:, self.part]
-                out[i, : len(values)] = values.transpose(0, 2, 1) if self.turned else values
+        for i, rows in self.heads.dealt(index[0]):
+            values = files.read(self.name, (rows, slice(0, self.rank)))
+            values = values.reshape(-1, self.heads.head_dim, self.rank)[:, self.part]
+            out[i, : len(values)] = values.transpose(0, 2, 1) if self.turned else values
 
 
 @dataclass(frozen=True)
@@ -247,10 +248,8 @@ class OfHeads:
         yield self.name, (self.heads.sizes[0],)
 
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
-        for i, stored in enumerate(range(index[0].start, index[0].stop)):
-            rows = self.heads.queries(stored)
-            if _length(rows):
-                out[i, : _length(rows)] = files.read(self.name, (rows,))
+        for i, rows in self.heads.dealt(index[0]):
+            out[i, : _length(rows)] = files.read(self.name, (rows,))
 
 
 @dataclass(frozen=True)
