@@ -32,13 +32,12 @@ from model.programs import (
     tree_bytes,
 )
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
-from model.transformer import Model
+from model.transformer import Model, random_params
 from model.weights import (
     coded_parameters,
     dummy_digest,
     load_params,
     model_digest,
-    random_params,
     stored_bytes,
 )
 

@@ -17,24 +17,13 @@ from model.coded import CODE_DTYPES
 from model.coded_tensors import codes_to_keep, shown
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.orbax import is_orbax, save_orbax
+from model.orbax import is_orbax
 from model.params import Leaf, Params
 from model.quantised import open_checkpoint
 from model.sharding import Dims
 from model.sources import Files, Source
 from model.tensors import checked_sources
-from model.transformer import Model, random_params
-
-__all__ = [
-    "coded_parameters",
-    "dummy_digest",
-    "is_orbax",
-    "load_params",
-    "model_digest",
-    "random_params",
-    "save_orbax",
-    "stored_bytes",
-]
+from model.transformer import Model
 
 Progress = Callable[[int, int], None]
 

@@ -21,10 +21,11 @@ from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.opening import ROUNDED, OpenedModel
+from model.orbax import save_orbax
 from model.programs import abstract_like, compile_all
 from model.sharding import Dims, make_mesh
 from model.transformer import Model
-from model.weights import coded_parameters, load_params, save_orbax, stored_bytes
+from model.weights import coded_parameters, load_params, stored_bytes
 from tests.model.checkpoints import QWEN2, write_checkpoint
 from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
 from tests.model.quantised_checkpoints import fp8_pair, int4_pair, int8_pair, mxfp4_pair

@@ -19,9 +19,10 @@ import pytest
 from model import orbax
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.orbax import is_orbax, save_orbax
 from model.sharding import Stacks, make_mesh
 from model.transformer import Model
-from model.weights import is_orbax, load_params, model_digest, save_orbax
+from model.weights import load_params, model_digest
 from tests.model.checkpoints import QWEN2, write_checkpoint
 from tests.model.harness import GOLDENS
 

@@ -19,8 +19,8 @@ from model.opening import OpenedModel
 from model.placement import PlacedExperts, read_location
 from model.programs import abstract_like, compile_all
 from model.sharding import make_mesh
-from model.transformer import Model
-from model.weights import load_params, random_params
+from model.transformer import Model, random_params
+from model.weights import load_params
 from prefill.engine import PrefillEngine
 from prefill.scheduler import PrefillScheduler, Prompt
 from tests.model.harness import GOLDENS, Golden, Harness, full_steps, open_plainly

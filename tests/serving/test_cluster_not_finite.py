@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from model import checkpoint
 from model.config import ModelConfig
+from model.orbax import save_orbax
 from model.sharding import make_mesh
 from model.transformer import Model
-from model.weights import save_orbax
 from tests.cluster import Cluster, up
 
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "llama"
