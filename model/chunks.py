@@ -30,6 +30,7 @@ from model.sampling import (
     SamplingLike,
     asks_of,
     empty_rows,
+    looks_back,
     prompt_logprobs,
     sample,
     set_row,
@@ -166,8 +167,8 @@ class ChunkPrograms[Q: ChunkPrompt]:
         seqs = self._dp_size * self.buckets.seqs
         rows = empty_rows(seqs)
         lengths = np.zeros((2, seqs), np.int32)
-        edited = any(_edited(first.params) for first in firsts)
-        width = self._context_length if edited else 1
+        look_back = any(looks_back(first.params) for first in firsts)
+        width = self._context_length if look_back else 1
         asks = max((asks_of(first.params) for first in firsts), default=Asks.GREEDY)
         kind = self._kinds.index((asks if self._apart else Asks.ANYTHING, width))
         history = np.zeros((seqs, width), np.int32)
@@ -175,7 +176,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         for first in firsts:
             set_row(rows, first.row, first.params)
             lengths[:, first.row] = first.num_prompt_tokens, len(first.token_ids)
-            if edited:
+            if look_back:
                 history[first.row, : len(first.token_ids)] = first.token_ids
             if first.mask is not None:
                 masks[first.row] = first.mask
@@ -396,16 +397,6 @@ def _placed[Q: ChunkPrompt](
             placed.append(Placed(piece, rank * seqs + idx, token_row))
             token_row += piece.num_tokens
     return tuple(placed)
-
-
-def _edited(params: SamplingLike) -> bool:
-    """Whether the draw looks at all tokens so far, or at a mask."""
-    return (
-        params.grammar != ""
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-    )
 
 
 def _targets[Q: ChunkPrompt](pieces: Sequence[Piece[Q]], bucket: int) -> np.ndarray:

@@ -164,16 +164,19 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     rows.has_mask[row] = bool(params.grammar)
 
 
-def asks_of(params: SamplingLike) -> Asks:
-    """The lowest level with which a request may be sampled."""
-    is_edited = bool(
+def looks_back(params: SamplingLike) -> bool:
+    """Whether the draw looks at all tokens so far, or at a mask, which follows from them."""
+    return bool(
         params.repetition_penalty != 1.0
         or params.frequency_penalty
         or params.presence_penalty
-        or params.logit_bias
-        or params.min_tokens
         or params.grammar
     )
+
+
+def asks_of(params: SamplingLike) -> Asks:
+    """The lowest level with which a request may be sampled."""
+    is_edited = looks_back(params) or params.logit_bias or params.min_tokens
     if is_edited or params.num_top_logprobs > 0:
         return Asks.ANYTHING
     if not params.temperature > 0:
