@@ -5,9 +5,8 @@ the same programs in the same order. Member 0 leads: transfer/group.py tells the
 call. Before they get here, transfer/meeting.py has seen all of them.
 """
 
-import threading
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Final
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from model.errors import ModelError, NodeLost
+from model.threads import in_daemon_thread
 
 _JOIN_S: Final = 60  # all members are there by now
 _HEARTBEAT_S: Final = 20  # of JAX's own service, which is slower than the leader's calls
@@ -29,18 +29,15 @@ def join(coordinator: str, num_members: int, member: int) -> None:
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_check_proxy_envs", False)  # none is used: prepare_devices
-    came: SimpleQueue[Exception | None] = SimpleQueue()
-    # When JAX's own timeout expires, it ends the process without a word: ours is shorter.
-    meeting = threading.Thread(
-        target=_meet, args=(coordinator, num_members, member, came), daemon=True
-    )
-    meeting.start()
+    meeting = in_daemon_thread(partial(_meet, coordinator, num_members, member), "join")
+    apart = f"{num_members} nodes did not come together"
     try:
-        error = came.get(timeout=_JOIN_S)
-    except Empty:
-        error = TimeoutError(f"not all of them joined within {_JOIN_S} s")
-    if error is not None:
-        raise NodeLost(f"{num_members} nodes did not come together: {error}") from error
+        # When JAX's own timeout expires, it ends the process without a word: ours is shorter.
+        meeting.result(_JOIN_S)
+    except TimeoutError as error:
+        raise NodeLost(f"{apart}: not all of them joined within {_JOIN_S} s") from error
+    except (RuntimeError, ValueError) as error:
+        raise NodeLost(f"{apart}: {error}") from error
     try:
         owners = [device.process_index for device in jax.devices()]
     except (RuntimeError, AssertionError) as error:  # also when there are none here
@@ -51,23 +48,16 @@ def join(coordinator: str, num_members: int, member: int) -> None:
         raise ModelError(f"devices of the nodes: {told}; every node must have the same number")
 
 
-def _meet(
-    coordinator: str, num_members: int, member: int, came: "SimpleQueue[Exception | None]"
-) -> None:
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            num_members,
-            member,
-            cluster_detection_method="deactivate",
-            initialization_timeout=2 * _JOIN_S,
-            heartbeat_timeout_seconds=_HEARTBEAT_S,
-            coordinator_bind_address=coordinator,  # by default it would listen on all addresses
-        )
-    except (RuntimeError, ValueError) as error:
-        came.put(error)
-    else:
-        came.put(None)
+def _meet(coordinator: str, num_members: int, member: int) -> None:
+    jax.distributed.initialize(
+        coordinator,
+        num_members,
+        member,
+        cluster_detection_method="deactivate",
+        initialization_timeout=2 * _JOIN_S,
+        heartbeat_timeout_seconds=_HEARTBEAT_S,
+        coordinator_bind_address=coordinator,  # by default it would listen on all addresses
+    )
 
 
 def is_leader() -> bool:
