@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -13,15 +12,13 @@ from safetensors.numpy import load_file, save_file
 from model.config import ModelConfig
 from model.sharding import Dims
 from model.tensors import param_sources
-from tests.model.checkpoints import write_config
+from tests.model.checkpoints import golden_config, write_config
 from tests.model.harness import GOLDENS
 
 Tensors = dict[str, np.ndarray]
 
 # Widths are multiples of 32, but their halves and quarters are not.
-GPT_OSS: dict[str, Any] = json.loads(
-    (GOLDENS / "gpt_oss" / "model" / "config.json").read_text()
-) | {
+GPT_OSS = golden_config("gpt_oss") | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -103,30 +100,24 @@ def as_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.n
     return stored, scales, whole
 
 
-def as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Words, scales and the values that they represent, of [out, in]."""
-    groups = values.astype(np.float32).reshape(len(values), -1, 32)
-    scales = (np.abs(groups).max(-1) / 7.5).astype(ml_dtypes.bfloat16)
-    steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7).astype(np.int8)
-    whole = (steps * scales.astype(np.float32)[..., None]).reshape(values.shape)
-    codes = (steps + np.int8(8)).astype(np.uint32).reshape(len(values), -1, 8)
-    words = (codes << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
-    return words.view(np.int32), scales, whole.astype(np.float32)
-
-
-def as_int8(values: np.ndarray, group: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def as_integers(
+    values: np.ndarray, bits: int, group: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Integers, scales and the values they represent, of [out, in]. group: 0: one scale per row."""
     groups = values.astype(np.float32).reshape(len(values), -1, group or values.shape[1])
-    scales = (np.abs(groups).max(-1) / 127.5).astype(ml_dtypes.bfloat16)
-    steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-128, 127).astype(np.int8)
-    whole = (steps * scales.astype(np.float32)[..., None]).reshape(values.shape)
+    half = 2 ** (bits - 1)
+    scales = (np.abs(groups).max(-1) / (half - 0.5)).astype(ml_dtypes.bfloat16)
+    wide = scales.astype(np.float32)[..., None]
+    steps = np.rint(groups / wide).clip(-half, half - 1).astype(np.int8)
+    whole = (steps * wide).reshape(values.shape)
     return steps.reshape(values.shape), scales, whole.astype(np.float32)
 
 
-def in_words(steps: np.ndarray) -> np.ndarray:
-    """Four integers of a row in each i32, the first in the lowest byte, each with 128 added."""
-    codes = (steps.astype(np.int32) + 128).astype(np.uint32).reshape(len(steps), -1, 4)
-    words = (codes << np.arange(0, 32, 8, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+def in_words(steps: np.ndarray, bits: int) -> np.ndarray:
+    """Integers of a row in i32, the first in the lowest bits, each with half its range added."""
+    codes = (steps.astype(np.int32) + 2 ** (bits - 1)).astype(np.uint32)
+    codes = codes.reshape(len(steps), -1, 32 // bits)
+    words = (codes << np.arange(0, 32, bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
     return words.view(np.int32)
 
 
@@ -146,13 +137,13 @@ def int4_pair(quantised: Path, plain: Path, golden: str = "deepseek_v3") -> tupl
     packed = dict(tensors)
     experts = [name for name in tensors if ".experts." in name]
     for name in experts or [name for name in tensors if "_proj.weight" in name]:
-        words, scales, tensors[name] = as_int4(packed.pop(name))
+        steps, scales, tensors[name] = as_integers(packed.pop(name), 4, 32)
         packed |= {
-            f"{name}_packed": words,
+            f"{name}_packed": in_words(steps, 4),
             f"{name}_scale": scales,
             f"{name}_shape": np.array(tensors[name].shape, np.int32),
         }
-    config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
+    config = golden_config(golden)
     save_file(tensors, write_config(plain, config) / "model.safetensors")
     save_file(packed, write_config(quantised, config | INT4) / "model.safetensors")
     return quantised, plain
@@ -168,14 +159,14 @@ def int8_pair(
     tensors = _golden_tensors(golden)
     stored = dict(tensors)
     for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
-        steps, scales, tensors[name] = as_int8(stored.pop(name), group)
+        steps, scales, tensors[name] = as_integers(stored.pop(name), 8, group)
         stored[f"{name}_scale"] = scales
         if packed:
-            stored[f"{name}_packed"] = in_words(steps)
+            stored[f"{name}_packed"] = in_words(steps, 8)
             stored[f"{name}_shape"] = np.array(steps.shape, np.int64)
         else:
             stored[name] = steps
-    config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
+    config = golden_config(golden)
     save_file(tensors, write_config(plain, config) / "model.safetensors")
     own = json.loads(json.dumps(INT8))["quantization_config"]
     if group:
@@ -219,7 +210,7 @@ def fp8_pair(
         values, scales, whole = as_fp8(tensors[name], block)
         packed[name], packed[f"{name}_scale_inv"], tensors[name] = values, scales, whole
     change(packed)
-    config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
+    config = golden_config(golden)
     save_file(tensors, write_config(plain, config) / "model.safetensors")
     fp8 = {"quant_method": "fp8", "weight_block_size": list(block)}
     save_file(

@@ -19,8 +19,7 @@ from model.quantised import open_checkpoint
 from tests.model.quantised_checkpoints import (
     Tensors,
     as_fp8,
-    as_int4,
-    as_int8,
+    as_integers,
     as_mxfp4,
     in_words,
 )
@@ -50,16 +49,17 @@ def _tensors(kind: str) -> Tensors:
             blocks, scales, _ = as_mxfp4(values.T[None])
             return {f"{NAME}_blocks": blocks, f"{NAME}_scales": scales}
         case "int4":
-            words, scales, _ = as_int4(values)
+            steps, scales, _ = as_integers(values, 4, 32)
             shape = np.array(values.shape, np.int32)
-            return {f"{NAME}_packed": words, f"{NAME}_scale": scales, f"{NAME}_shape": shape}
+            stored = {f"{NAME}_packed": in_words(steps, 4), f"{NAME}_scale": scales}
+            return stored | {f"{NAME}_shape": shape}
         case "int8":
-            steps, scales, _ = as_int8(values, block[1])
+            steps, scales, _ = as_integers(values, 8, block[1])
             return {NAME: steps, f"{NAME}_scale": scales}
         case "int8-packed":
-            steps, scales, _ = as_int8(values, block[1])
+            steps, scales, _ = as_integers(values, 8, block[1])
             shape = np.array(values.shape, np.int64)
-            stored = {f"{NAME}_packed": in_words(steps), f"{NAME}_scale": scales}
+            stored = {f"{NAME}_packed": in_words(steps, 8), f"{NAME}_scale": scales}
             return stored | {f"{NAME}_shape": shape}
         case "fp8":
             codes, scales, _ = as_fp8(values, block)

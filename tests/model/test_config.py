@@ -9,15 +9,10 @@ import pytest
 from model.config import KVSpec, ModelConfig
 from model.errors import ModelError
 from model.rope import RopeConfig
-from tests.model.checkpoints import QWEN2, write_config
+from tests.model.checkpoints import QWEN2, golden_config, write_config
 from tests.model.harness import GOLDENS
 
-MIXTRAL: dict[str, Any] = json.loads((GOLDENS / "mixtral" / "model" / "config.json").read_text())
-QWEN3_MOE: dict[str, Any] = json.loads(
-    (GOLDENS / "qwen3_moe" / "model" / "config.json").read_text()
-)
-
-LLAMA3: dict[str, Any] = json.loads((GOLDENS / "llama" / "model" / "config.json").read_text())
+MIXTRAL, QWEN3_MOE, LLAMA3 = map(golden_config, ("mixtral", "qwen3_moe", "llama"))
 LINEAR: dict[str, Any] = {"type": "linear", "factor": 2.0}
 
 

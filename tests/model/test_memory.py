@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.config import ModelConfig
-from model.kv import gather_pages, write_pages
+from model.config import FP8, ModelConfig
+from model.kv import abstract_pages, gather_pages, write_pages
 from model.params import dense_layer_bytes
-from model.sharding import POOL_SPEC, RANKS, Stacks, make_mesh, on_ranks, pool_sharding
+from model.sharding import POOL_SPEC, RANKS, Stacks, make_mesh, on_ranks
 from model.transformer import ChunkBatch, Model, decode_hidden, prefill_hidden
 from tests.model.harness import GOLDENS
 
@@ -30,44 +30,34 @@ def _params(model: Model) -> Any:
     )
 
 
-def _array(model: Model, num_pages: int, dtype: str = "") -> jax.ShapeDtypeStruct:
-    spec = model.kv_spec()
-    shape = (
-        spec.num_layers,
-        spec.planes,
-        num_pages,
-        spec.page_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-    )
-    return jax.ShapeDtypeStruct(
-        shape, jnp.dtype(dtype or model.dtype), sharding=pool_sharding(model.mesh)
-    )
+def _pages(model: Model, num_pages: int, dtype: str | None = None) -> jax.ShapeDtypeStruct:
+    """num_pages: of each rank."""
+    return abstract_pages(model.kv_spec(dtype), num_pages, model.mesh)
 
 
 def _i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _decode(model: Model, num_pages: int, pages: str = "") -> Any:
+def _decode(model: Model, num_pages: int, dtype: str | None = None) -> Any:
     run = jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
     rows = (_i32(4), _i32(4), _i32(4, 8), _i32(4))
-    return run.lower(model, _params(model), _array(model, num_pages, pages), *rows).compile()
+    return run.lower(model, _params(model), _pages(model, num_pages, dtype), *rows).compile()
 
 
-def _prefill(model: Model, num_pages: int, pages: str = "") -> Any:
+def _prefill(model: Model, num_pages: int, dtype: str | None = None) -> Any:
     run = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
     batch = ChunkBatch._make([*[_i32(16)] * 4, *[_i32(32)] * 3, _i32()])
-    return run.lower(model, _params(model), _array(model, num_pages, pages), batch).compile()
+    return run.lower(model, _params(model), _pages(model, num_pages, dtype), batch).compile()
 
 
-def _write(model: Model, num_pages: int, pages: str = "") -> Any:
+def _write(model: Model, num_pages: int, dtype: str | None = None) -> Any:
     run = jax.jit(write_pages, donate_argnums=0)
-    return run.lower(_array(model, num_pages, pages), _array(model, 8, pages), _i32(8)).compile()
+    return run.lower(_pages(model, num_pages, dtype), _pages(model, 8, dtype), _i32(8)).compile()
 
 
-def _gather(model: Model, num_pages: int, pages: str = "") -> Any:
-    return jax.jit(gather_pages).lower(_array(model, num_pages, pages), _i32(8)).compile()
+def _gather(model: Model, num_pages: int, dtype: str | None = None) -> Any:
+    return jax.jit(gather_pages).lower(_pages(model, num_pages, dtype), _i32(8)).compile()
 
 
 @pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 2)])
@@ -87,7 +77,7 @@ def test_scratch_memory_does_not_grow_with_the_pool(program: Any, dtype: str, tp
 @pytest.mark.parametrize("program", [_decode, _prefill, _write, _gather])
 def test_scratch_memory_does_not_grow_with_a_pool_of_fp8_either(program: Any) -> None:
     model = _model("mixtral", "float32", 2)
-    small, large = (program(model, n, "uint8").memory_analysis() for n in (SMALL, LARGE))
+    small, large = (program(model, n, FP8).memory_analysis() for n in (SMALL, LARGE))
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
 
 
@@ -113,7 +103,7 @@ def test_pages_of_several_ranks_move_without_collectives_either(function: Any) -
     cfg = ModelConfig.from_dir(GOLDENS / "mixtral" / "model")
     model = Model.create(cfg, make_mesh(2, 1, dp_size=2), "bfloat16", 16)
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
-    args = [_array(model, SMALL), _array(model, 8), ids]
+    args = [_pages(model, SMALL // 2), _pages(model, 4), ids]
     if function is gather_pages:
         del args[1]
     specs = (*[POOL_SPEC] * (len(args) - 1), RANKS)

@@ -1,6 +1,5 @@
 """Rotary frequencies against one pair at a time, and which configurations may use yarn."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.rope import RopeConfig, rope_frequencies
-from tests.model.checkpoints import write_config
-from tests.model.harness import GOLDENS
+from tests.model.checkpoints import golden_config, write_config
 
 YARN = RopeConfig("yarn", 10000.0, 40.0, original_max_position=64)
 
@@ -97,7 +95,7 @@ def test_linear_divides_all_and_default_none() -> None:
 
 
 def _read(folder: Path, name: str, settings: dict[str, Any]) -> RopeConfig:
-    config = json.loads((GOLDENS / name / "model" / "config.json").read_text())
+    config = golden_config(name)
     return ModelConfig.from_dir(write_config(folder, config | {"rope_scaling": settings})).rope
 
 
@@ -105,7 +103,7 @@ def _read(folder: Path, name: str, settings: dict[str, Any]) -> RopeConfig:
 def test_any_family_may_have_yarn(name: str, tmp_path: Path) -> None:
     settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     rope = _read(tmp_path, name, settings)
-    theta = float(json.loads((GOLDENS / name / "model" / "config.json").read_text())["rope_theta"])
+    theta = float(golden_config(name)["rope_theta"])
     assert rope == RopeConfig(
         "yarn",
         theta,
