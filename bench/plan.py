@@ -34,8 +34,9 @@ from model.errors import ModelError
 from model.params import Leaf, param_leaves
 from model.sharding import Dims, abstract_mesh, kv_spec
 from transfer import flags, terminal
+from transfer.checks import above_zero, at_least
 from transfer.errors import ConfigError
-from transfer.worker_config import at_least, check_experts
+from transfer.worker_config import check_experts
 
 ROLES: Final = ("prefill", "decode")
 _SLOTS: Final = 256  # of a rank: the default of workers on accelerators
@@ -83,9 +84,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         at_least(self, "max_running_requests", 0)
         for name in vars(self):
-            if name not in ("model_path", "max_running_requests") and not getattr(self, name) > 0:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be above 0, got {getattr(self, name)}")
+            if name not in ("model_path", "max_running_requests"):
+                above_zero(self, name)
 
     @property
     def ceilings(self) -> Ceilings:

@@ -4,15 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.buckets import Drafting
+from transfer.checks import at_least, at_most, check_port, reachable
 from transfer.errors import ConfigError
-from transfer.worker_config import (
-    ANY_PROMPT,
-    WorkerConfig,
-    at_least,
-    at_most,
-    check_port,
-    reachable,
-)
+from transfer.worker_config import ANY_PROMPT, WorkerConfig
 
 
 @dataclass(frozen=True)

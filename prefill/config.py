@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from prefill.balancer import Method
-from transfer.worker_config import WorkerConfig, at_least, at_most
+from transfer.checks import at_least, at_most
+from transfer.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from serving.parsing import ReasoningParser, ToolCallParser
+from transfer.checks import above_zero, at_least, check_port, not_negative
 from transfer.errors import ConfigError
 
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
@@ -66,8 +67,7 @@ class ServeConfig:
             "max_request_bytes",
             "slow_client_buffer_bytes",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+            at_least(self, name, 1)
         if self.stream_interval != "auto" and self.stream_interval < 1:
             raise ConfigError(
                 f"--stream-interval must be auto or at least 1, got {self.stream_interval}"
@@ -80,8 +80,7 @@ class ServeConfig:
             "context_length",
             "timeline_requests",
         ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+            not_negative(self, name)
         for name in (
             "queue_timeout_s",
             "request_timeout_s",
@@ -89,8 +88,7 @@ class ServeConfig:
             "timeout_keep_alive_s",
             "slow_client_timeout_s",
         ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
+            above_zero(self, name)
         if (self.reasoning_parser == "gpt-oss") != (self.tool_call_parser == "gpt-oss"):
             raise ConfigError(
                 "gpt-oss is one format for reasoning and tool calls: give it to both "
@@ -107,8 +105,7 @@ class ServeConfig:
                 )
         if not self.host:
             raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
+        check_port(self, "port")
         if not 1 <= self.api_workers <= self.max_inflight_requests:
             raise ConfigError(
                 "--api-workers must be 1 to --max-inflight-requests, which they share "
@@ -118,7 +115,3 @@ class ServeConfig:
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model_path.resolve().name
-
-
-def _flag(name: str) -> str:
-    return "--" + name.removesuffix("_s").replace("_", "-")

@@ -11,6 +11,7 @@ import uvloop
 from serving.collector import calm_collector
 from transfer import flags
 from transfer.bootstrap import RegistryServer
+from transfer.checks import above_zero, at_least, check_port
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.ports import host_port
@@ -36,22 +37,15 @@ class RegistryConfig:
     max_routes: int = MAX_ROOMS
 
     def __post_init__(self) -> None:
-        if not 0 <= self.routes_port <= 65535:
-            raise ConfigError(f"--routes-port must be 0 to 65535, got {self.routes_port}")
+        check_port(self, "routes_port")
         if self.lease_ttl_s < 2 * HEARTBEAT_S:
             raise ConfigError(
                 f"--lease-ttl must be at least {2 * HEARTBEAT_S:g}, since workers send a heartbeat "
                 f"every {HEARTBEAT_S:g} s, got {self.lease_ttl_s}"
             )
-        if self.route_ttl_s <= 0:
-            raise ConfigError(f"--route-ttl must be above 0, got {self.route_ttl_s}")
-        if self.max_routes < 1:
-            raise ConfigError(f"--max-routes must be at least 1, got {self.max_routes}")
-        if not 0 <= self.disaggregation_bootstrap_port <= 65535:
-            raise ConfigError(
-                "--disaggregation-bootstrap-port must be 0 to 65535, got "
-                f"{self.disaggregation_bootstrap_port}"
-            )
+        above_zero(self, "route_ttl_s")
+        at_least(self, "max_routes", 1)
+        check_port(self, "disaggregation_bootstrap_port")
 
 
 HELP = {

@@ -28,6 +28,7 @@ from serving.demo import demo_model_path
 from serving.listening import Address, claimed, refuse_two_addresses
 from transfer import flags, terminal
 from transfer.errors import ConfigError
+from transfer.flag_names import flag_name
 from transfer.worker_config import ANY_PROMPT, WorkerConfig
 
 _PROBE_TIMEOUT_S = 5.0
@@ -107,7 +108,7 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
         group = parser.add_argument_group(
             f"{role} only",
             f"--{role}-X sets X for {role} alone, whatever --X says to both roles. Both must agree "
-            f"in {', '.join(map(flags.flag_name, _ALIKE))}, which have no such form.",
+            f"in {', '.join(map(flag_name, _ALIKE))}, which have no such form.",
         )
         skip = (*_SHARED, *_ALIKE, *_FILLED_IN, "data_host", "data_port")
         flags.add_flags(group, config, flags.WORKER_HELP, prefix=role, skip=skip)
@@ -130,7 +131,7 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
     flag, local = "", 0
     for name in ("local_prefill_tokens", "decode_local_prefill_tokens"):  # the last one wins
         if name in args:
-            flag, local = flags.flag_name(name), getattr(args, name)
+            flag, local = flag_name(name), getattr(args, name)
     if args.colocated:
         if args.prefill:
             raise ConfigError(f"--colocated starts no prefill group, got --prefill {args.prefill}")
@@ -152,7 +153,7 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
             if name in args and name not in shared:
                 asked = "--colocated" if args.colocated else "--prefill 0"
                 raise ConfigError(
-                    f"{flags.flag_name(name)} is for prefill, and {asked} starts no prefill group"
+                    f"{flag_name(name)} is for prefill, and {asked} starts no prefill group"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Suggests the flag meant by an unknown one: by its name in other systems, or by its spelling."""
+"""Names of flags: that of a field, and the one that was meant by an unknown name."""
 
 import difflib
 from collections.abc import Collection
@@ -26,6 +26,11 @@ _ELSEWHERE: Final = {
     "--tp": "--tp-size",
 }
 _ROLES: Final = "--disaggregation-mode"
+
+
+def flag_name(field: str) -> str:
+    """`queue_timeout_s` -> `--queue-timeout`."""
+    return "--" + field.removesuffix("_s").replace("_", "-")
 
 
 def hint(flag: str, known: Collection[str]) -> str:

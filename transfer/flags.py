@@ -24,7 +24,7 @@ from model.errors import ModelError, NodeLost
 from transfer import logs, open_files, terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
-from transfer.flag_names import hint
+from transfer.flag_names import flag_name, hint
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
@@ -73,11 +73,6 @@ class TakesFlags(Protocol):
     """An argument parser, or a group of one."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
-
-
-def flag_name(field: str) -> str:
-    """`queue_timeout_s` -> `--queue-timeout`."""
-    return "--" + field.removesuffix("_s").replace("_", "-")
 
 
 def add_flags(

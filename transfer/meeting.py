@@ -20,8 +20,9 @@ from typing import Final
 
 from model.eplb import TRIVIAL
 from model.weights import dummy_digest, model_digest
-from transfer import flags, ports, wire
+from transfer import ports, wire
 from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
+from transfer.flag_names import flag_name
 from transfer.rpc import RpcClient, RpcServer, Security
 from transfer.worker_config import WorkerConfig
 
@@ -253,7 +254,7 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     settings |= {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
     settings["--nnodes"] = str(config.nnodes)
     flags_alike = {name: value for name, value in vars(config).items() if name not in _OWN}
-    settings |= {flags.flag_name(name): str(value) for name, value in flags_alike.items()}
+    settings |= {flag_name(name): str(value) for name, value in flags_alike.items()}
     settings["--init-expert-location"] = _location(config.init_expert_location)
     digest_of = dummy_digest if config.load_format == "dummy" else model_digest
     settings["model digest"] = digest_of(config.model_path)

@@ -2,11 +2,19 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from model.eplb import TRIVIAL, ExpertPolicy
 from transfer import nixl_agent
 from transfer.backend import MAX_PAYLOAD_BYTES
+from transfer.checks import (
+    above_zero,
+    at_least,
+    at_most,
+    check_port,
+    not_negative,
+    reachable,
+)
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
@@ -77,10 +85,8 @@ class WorkerConfig:
         check_experts(self.ep_size, self.tp_size, self.dp_size)
         self._check_placing()
         self._check_nodes()
-        if self.stall_timeout_s <= 0:
-            raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
-        if self.drain_timeout_s < 0:
-            raise ConfigError(f"--drain-timeout must not be negative, got {self.drain_timeout_s}")
+        above_zero(self, "stall_timeout_s")
+        not_negative(self, "drain_timeout_s")
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
@@ -182,33 +188,3 @@ def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
             f"--ep-size {ep_size} is above --tp-size {tp_size}: data-parallel ranks then share the "
             f"experts, and it must be --dp-size {dp_size} times a divisor of the tp size"
         )
-
-
-def reachable(config: Any, name: str) -> None:
-    """Raises ConfigError when the address that peers are told is a wildcard."""
-    if getattr(config, name) in ("0.0.0.0", "::"):
-        raise ConfigError(
-            f"--{name.replace('_', '-')} is the address by which peers reach this worker, got "
-            f"{getattr(config, name)}; give one of this host's own"
-        )
-
-
-def at_least(config: Any, name: str, least: int) -> None:
-    """Raises ConfigError, naming the flag, its value and the minimum."""
-    value = getattr(config, name)
-    if value < least:
-        raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-
-
-def at_most(config: Any, name: str, most: int) -> None:
-    """Raises ConfigError, naming the flag, its value and the maximum."""
-    value = getattr(config, name)
-    if value > most:
-        raise ConfigError(f"--{name.replace('_', '-')} must be at most {most}, got {value}")
-
-
-def check_port(config: Any, name: str) -> None:
-    """Raises ConfigError unless the field is a port, or 0 for any."""
-    value = getattr(config, name)
-    if not 0 <= value <= 65535:
-        raise ConfigError(f"--{name.replace('_', '-')} must be 0 to 65535, got {value}")

@@ -17,8 +17,9 @@ from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
 from serving.registry import RegistryConfig
 from serving.tokenizer import Tokenizer
-from transfer import flag_names, flags, logs
+from transfer import flags, logs
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
+from transfer.flag_names import _ELSEWHERE, flag_name
 from transfer.rpc import Security
 
 HELP: dict[type[Any], dict[str, str]] = {
@@ -30,6 +31,7 @@ HELP: dict[type[Any], dict[str, str]] = {
 FIELDS = [(config, field.name) for config in HELP for field in dataclasses.fields(config)]
 ROLES: up.Roles = {"prefill": PrefillConfig, "decode": DecodeConfig}
 NEEDED = {"model_path": Path("a/model"), "registry_address": "127.0.0.1:1"}
+GIVEN = [f"{flag_name(name)}={value}" for name, value in NEEDED.items()]
 # Values for fields where one more than the default would be refused, or means nothing.
 NODES = {"tp_size": 6, "nnodes": 3, "node_rank": 2, "dist_init_addr": "10.1.2.3:45"}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -91,7 +93,7 @@ def test_every_field_is_a_flag_with_a_help_text(config: type[Any], name: str) ->
     parser = flags.Parser(prog="kvferry x")
     flags.add_flags(parser, config, HELP[config])
     text = " ".join(parser.format_help().split())
-    assert f"{flags.flag_name(name)} " in text or f"{flags.flag_name(name)}," in text
+    assert f"{flag_name(name)} " in text or f"{flag_name(name)}," in text
     assert len(HELP[config][name]) >= 10
     assert text.isascii()
 
@@ -109,7 +111,7 @@ def test_up_hands_every_field_on_as_it_was_given(
 @pytest.mark.parametrize("config", HELP)
 def test_defaults_are_not_handed_on(config: type[Any]) -> None:
     argv = flags.argv_of(config(**needed(config)))
-    assert argv == [f"{flags.flag_name(name)}={value}" for name, value in needed(config).items()]
+    assert argv == [f"{flag_name(name)}={value}" for name, value in needed(config).items()]
 
 
 @pytest.mark.parametrize("config", HELP)
@@ -214,9 +216,8 @@ def parse_front(*argv: str) -> ServeConfig:
 def test_what_the_parser_refuses_is_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [f"{flags.flag_name(name)}={value}" for name, value in NEEDED.items()] if argv else []
     with pytest.raises(SystemExit) as caught:
-        parse(PrefillConfig, [*given, *argv])
+        parse(PrefillConfig, [*GIVEN, *argv] if argv else [])
     said = capsys.readouterr().err
     assert caught.value.code == 2
     assert said.startswith("kvferry x: ")
@@ -236,11 +237,10 @@ def test_convert_takes_no_empty_path_for_the_folder_it_is_in(
 
 
 def test_a_number_that_has_a_word_for_itself_is_either(capsys: pytest.CaptureFixture[str]) -> None:
-    given = [f"{flags.flag_name(name)}={value}" for name, value in NEEDED.items()]
-    assert parse(ServeConfig, given).stream_interval == "auto"
-    assert parse(ServeConfig, [*given, "--stream-interval", "8"]).stream_interval == 8
+    assert parse(ServeConfig, GIVEN).stream_interval == "auto"
+    assert parse(ServeConfig, [*GIVEN, "--stream-interval", "8"]).stream_interval == 8
     with pytest.raises(SystemExit):
-        parse(ServeConfig, [*given, "--stream-interval", "often"])
+        parse(ServeConfig, [*GIVEN, "--stream-interval", "often"])
     assert "expected auto or a number, got 'often'" in capsys.readouterr().err
 
 
@@ -495,6 +495,6 @@ def test_a_tokenizer_loads_where_up_finds_its_default_model() -> None:
 
 
 def test_what_others_call_a_flag_is_told_by_a_flag_that_there_is() -> None:
-    known = {flags.flag_name(field) for _, field in FIELDS}
-    assert set(flag_names._ELSEWHERE.values()) <= known
-    assert not set(flag_names._ELSEWHERE) & known
+    known = {flag_name(field) for _, field in FIELDS}
+    assert set(_ELSEWHERE.values()) <= known
+    assert not set(_ELSEWHERE) & known

@@ -1,0 +1,47 @@
+"""Checks of a config's fields: each raises ConfigError, naming the flag and its value."""
+
+from typing import Any
+
+from transfer.errors import ConfigError
+from transfer.flag_names import flag_name
+
+
+def at_least(config: Any, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if value < least:
+        raise ConfigError(f"{flag_name(name)} must be at least {least}, got {value}")
+
+
+def at_most(config: Any, name: str, most: int) -> None:
+    value = getattr(config, name)
+    if value > most:
+        raise ConfigError(f"{flag_name(name)} must be at most {most}, got {value}")
+
+
+def not_negative(config: Any, name: str) -> None:
+    """Zero is accepted: it means none, or at once."""
+    value = getattr(config, name)
+    if value < 0:
+        raise ConfigError(f"{flag_name(name)} must not be negative, got {value}")
+
+
+def above_zero(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    if not value > 0:
+        raise ConfigError(f"{flag_name(name)} must be above 0, got {value}")
+
+
+def check_port(config: Any, name: str) -> None:
+    """A port, or 0 for any."""
+    value = getattr(config, name)
+    if not 0 <= value <= 65535:
+        raise ConfigError(f"{flag_name(name)} must be 0 to 65535, got {value}")
+
+
+def reachable(config: Any, name: str) -> None:
+    """The address that peers are told is no wildcard."""
+    if getattr(config, name) in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{flag_name(name)} is the address by which peers reach this worker, got "
+            f"{getattr(config, name)}; give one of this host's own"
+        )
