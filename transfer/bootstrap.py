@@ -27,6 +27,7 @@ from transfer.errors import (
     Unavailable,
 )
 from transfer.layout import check_alike, check_pair
+from transfer.ports import split_host_port
 from transfer.route_feeds import RouteFeeds
 from transfer.route_link import RouteLink, open_link
 from transfer.routes import RouteTable
@@ -277,10 +278,10 @@ class RegistryServer:
 
 def registry_host(address: str) -> str:
     """The host of a --registry-address. Raises ConfigError unless it is host:port."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise ConfigError(f"--registry-address must be host:port, got {address!r}")
-    return host.strip("[]")
+    try:
+        return split_host_port(address)[0]
+    except ValueError as error:
+        raise ConfigError(f"--registry-address must be host:port, got {address!r}") from error
 
 
 class RegistryClient:

@@ -1,5 +1,6 @@
 """How a data connection begins: both ends prove that they know the token, and may agree on shm."""
 
+import contextlib
 import hmac
 import os
 import ssl
@@ -10,6 +11,7 @@ from transfer.backend import Frame, Kind
 from transfer.certificates import Certificate
 from transfer.errors import BadMessage, ConfigError, Unauthenticated
 from transfer.framing import Connection
+from transfer.ports import split_host_port
 from transfer.rpc import Security
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -96,11 +98,10 @@ def proof_of(security: Security, side: bytes, nonce: bytes) -> bytes:
 
 def parse_address(address: str) -> tuple[str, int]:
     """`tcp://host:port` -> (host, port). Raises BadMessage."""
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit():
-        raise BadMessage(f"expected tcp://host:port, got {address!r}")
-    return host.strip("[]"), int(port)
+    if address.startswith("tcp://"):
+        with contextlib.suppress(ValueError):
+            return split_host_port(address.removeprefix("tcp://"))
+    raise BadMessage(f"expected tcp://host:port, got {address!r}")
 
 
 def client_context(security: Security) -> ssl.SSLContext | None:

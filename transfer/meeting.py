@@ -98,7 +98,7 @@ class Meeting:
         Unavailable when a node does not come.
         """
         self._settings = settings
-        host, port = _host_and_port(self._address)
+        host, port = ports.split_host_port(self._address)
         await self._server.start(host, port, "--dist-init-addr")
         try:
             async with asyncio.timeout(patience_s):
@@ -139,7 +139,7 @@ class Meeting:
         log.info("node %d came, %d of %d are here", rank, len(self._came) + 1, self._num_nodes)
         try:
             if len(self._came) == self._num_nodes - 1 and not self._complete.is_set():
-                self._coordinator = _free_address(_host_and_port(self._address)[0])
+                self._coordinator = _free_address(ports.split_host_port(self._address)[0])
                 self._complete.set()
             await self._complete.wait()
             yield Met(self._coordinator)
@@ -286,12 +286,6 @@ def _location(location: str) -> str:
             f"--init-expert-location {location} cannot be read: {error.strerror}"
         ) from error
     return f"a file with digest {hashlib.sha256(told).hexdigest()[:_DIGITS]}"
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _free_address(host: str) -> str:

@@ -1,4 +1,4 @@
-"""Addresses of this host: written and bound by one rule for what a name stands for."""
+"""Addresses of this host: written, read and bound by one rule for what a name stands for."""
 
 import contextlib
 import socket
@@ -45,3 +45,11 @@ def _taking(sock: socket.socket, host: str, port: int, flag: str) -> Iterator[No
 def host_port(host: str, port: int) -> str:
     """Both as one, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Both apart, the host without brackets. Raises ValueError for anything but host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"expected host:port, got {address!r}")
+    return host.strip("[]"), int(port)

@@ -16,6 +16,7 @@ from transfer.checks import (
     reachable,
 )
 from transfer.errors import ConfigError
+from transfer.ports import split_host_port
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
@@ -131,12 +132,13 @@ class WorkerConfig:
                 f"{self.tp_size}: all nodes have the same number of devices"
             )
         if self.nnodes > 1:
-            host, _, port = self.dist_init_addr.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            try:
+                split_host_port(self.dist_init_addr)
+            except ValueError as error:
                 raise ConfigError(
                     f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 waits "
                     f"for the others; got {self.dist_init_addr!r}"
-                )
+                ) from error
             if self.enable_eplb and self.dp_size > 1:
                 raise ConfigError(
                     "--enable-eplb needs --nnodes 1 or --dp-size 1: each rank counts its rows, got "
@@ -153,7 +155,7 @@ class WorkerConfig:
     @property
     def meeting_host(self) -> str:
         """Node 0's host, without brackets; "" for a process alone."""
-        return self.dist_init_addr.rpartition(":")[0].strip("[]")
+        return split_host_port(self.dist_init_addr)[0] if self.dist_init_addr else ""
 
     @property
     def reached_by(self) -> dict[str, str]:

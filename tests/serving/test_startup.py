@@ -308,7 +308,8 @@ def test_two_of_a_role_that_differ_hear_which_part_of_the_pages_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "registry", ":8998", "host:", "host:http", "host:0", "http://host:8998"]
+    "address",
+    ["", "registry", ":8998", "host:", "host:http", "host:0", "host:²", "http://host:8998"],
 )
 def test_an_address_without_host_or_port_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
