@@ -288,17 +288,7 @@ class Router:
         stalled: Collection[Key],
         now_s: float,
     ) -> list[Place]:
-        return _places_of(self._takers(members, rank, avoid, stalled, now_s), rank)
-
-    def _takers(
-        self,
-        members: Sequence[wire.Member],
-        rank: int,
-        avoid: frozenset[str],
-        stalled: Collection[Key],
-        now_s: float,
-    ) -> list[wire.Member]:
-        """The workers that may be picked, in order of their keys.
+        """The places at workers that may be picked, in order of the workers' keys.
 
         Workers that are to be passed over are among them only if there are no others.
         """
@@ -309,7 +299,8 @@ class Router:
             for member in members
             if not (key_of(member) in stalled or self.breakers.is_out(key_of(member), now_s))
         ] or members
-        return [member for member in members if member.info.worker_id not in avoid] or members
+        members = [member for member in members if member.info.worker_id not in avoid] or members
+        return _places_of(members, rank)
 
     def _pick_prefill(
         self, places: Sequence[Place], num_tokens: int, prompt: Prompt, salt: str
