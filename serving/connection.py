@@ -372,13 +372,18 @@ class Connection(HttpToolsProtocol):
     def _peer(self) -> str:
         return self.client[0] if self.client else "a Unix socket"
 
+    @property
+    def _answering(self) -> RequestResponseCycle | None:
+        """The latest request, unless it has its whole answer."""
+        latest = cast(RequestResponseCycle | None, self.cycle)
+        return None if latest is None or latest.response_complete else latest
+
     def _give_up_head(self) -> None:
         self._head_due = None
         if not (self._got_on or self._num_unread):  # nothing came
             self.transport.close()
             return
-        latest = cast(RequestResponseCycle | None, self.cycle)
-        if latest is not None and not latest.response_complete:  # the answer before it goes on
+        if self._answering is not None:  # the answer before it goes on
             self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
             return
         message = f"the head of the request did not come within {self._linger_s:g} s"
@@ -395,8 +400,7 @@ class Connection(HttpToolsProtocol):
         Many clients read nothing until they have sent all, and a reset takes the answer from them.
         So the connection closes when the client does, or after a while (RFC 9112, 9.6).
         """
-        latest = cast(RequestResponseCycle | None, self.cycle)
-        if self.pipeline or not (latest is None or latest.response_complete):
+        if self.pipeline or self._answering is not None:
             self._refuse(error)  # the request that is being answered sees its client leave
             return
         self._answer(error)
@@ -410,10 +414,8 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer with an error, unless that would fall inside another answer, and close."""
-        latest = cast(RequestResponseCycle | None, self.cycle)
-        if not self.pipeline and (
-            latest is None or latest.response_complete or not latest.response_started
-        ):
+        latest = self._answering
+        if not self.pipeline and (latest is None or not latest.response_started):
             self._answer(error)
         self.transport.close()
 
