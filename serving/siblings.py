@@ -72,7 +72,8 @@ class Siblings:
     async def states(self) -> list[wire.ApiState]:
         """The state of every process that answers, in order of their numbers."""
         others = await self._ask_all("State", wire.Empty(), wire.ApiState)
-        return sorted([self._own_state(), *others], key=lambda state: state.process)
+        own = await self._state(wire.Empty())
+        return sorted([own, *others], key=lambda state: state.process)
 
     async def metrics(self) -> dict[int, bytes] | None:
         """Every process's own metrics as text, by number; None for a process that serves alone."""
@@ -80,20 +81,20 @@ class Siblings:
             return None
         others = await self._ask_all("Metrics", wire.Empty(), wire.ApiMetrics)
         # This process's metrics are read last: they count the processes that did not answer now.
-        texts = {metrics.process: metrics.text for metrics in others}
-        return texts | {self.process: self._front.dispatcher.metrics.own_text()}
+        own = await self._metrics(wire.Empty())
+        return {metrics.process: metrics.text for metrics in (*others, own)}
 
     async def abort(self, request_id: str | None) -> int:
         """Abort one request wherever it is, or with None all; how many, as Runner.abort counts."""
         ask = wire.AbortRequest(request_id)
-        num_own = self._front.runner.abort(request_id)
+        own = await self._abort(ask)
         others = await self._ask_all("AbortRequest", ask, wire.Aborted)
-        return num_own + sum(aborted.count for aborted in others)
+        return sum(aborted.count for aborted in (own, *others))
 
     async def timeline(self, request_id: str) -> bytes | None:
         """The timeline of the latest request of that id, as JSON; None when no process knows it."""
-        own = self._own_timeline(request_id)
         ask = wire.FindTimeline(request_id)
+        own = await self._find_timeline(ask)
         others = await self._ask_all("FindTimeline", ask, wire.FoundTimeline)
         latest = max([own, *others], key=lambda found: found.arrival_unix_s)
         return latest.body or None
@@ -121,7 +122,7 @@ class Siblings:
 
     # --- what the others ask of this process ---
 
-    def _own_state(self) -> wire.ApiState:
+    async def _state(self, _: wire.Empty) -> wire.ApiState:
         dispatcher = self._front.dispatcher
         return wire.ApiState(
             self.process,
@@ -132,20 +133,14 @@ class Siblings:
             dispatcher.num_queued(),
         )
 
-    async def _state(self, _: wire.Empty) -> wire.ApiState:
-        return self._own_state()
-
-    def _own_timeline(self, request_id: str) -> wire.FoundTimeline:
-        for generation in self._front.dispatcher.find(request_id):
+    async def _find_timeline(self, ask: wire.FindTimeline) -> wire.FoundTimeline:
+        for generation in self._front.dispatcher.find(ask.request_id):
             generation.reclaim()  # while its stream is borrowed, the borrower counts the writes
         timelines = self._front.dispatcher.timelines
-        request = timelines.find(request_id)
+        request = timelines.find(ask.request_id)
         if request is None:
             return wire.FoundTimeline(b"")
         return wire.FoundTimeline(spell(request, timelines.policies), request.arrival_unix_s)
-
-    async def _find_timeline(self, ask: wire.FindTimeline) -> wire.FoundTimeline:
-        return self._own_timeline(ask.request_id)
 
     async def _flushed(self, _: wire.Empty) -> wire.Empty:
         self._front.dispatcher.forget_prefixes()
