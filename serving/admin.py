@@ -17,7 +17,7 @@ from starlette.responses import Response
 from serving.answer import WholeAnswer
 from serving.bodies import Body
 from serving.conversation import allowed_tools, messages_of, render_prompt
-from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
+from serving.errors import ApiError, bad_field, quoted, unavailable
 from serving.front import Front, while_client_waits
 from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
@@ -85,11 +85,6 @@ _aborts = msgspec.json.Decoder(AbortFields)
 _drains = msgspec.json.Decoder(DrainFields)
 
 
-def _no_progress(message: str) -> ApiError:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(503, message, code="no_progress", headers=headers)
-
-
 class Admin:
     """One method per route."""
 
@@ -110,7 +105,8 @@ class Admin:
         self._front.require_ready()
         stuck = self._dispatcher.roles_without_progress()
         if stuck:
-            raise _no_progress(f"no {' and no '.join(stuck)} worker makes progress")
+            message = f"no {' and no '.join(stuck)} worker makes progress"
+            raise unavailable(message, "no_progress")
         return Response()
 
     async def health_generate(self, request: HttpRequest) -> Response:
@@ -125,7 +121,7 @@ class Admin:
         try:
             while not probe.done() and self._dispatcher.rows_taken == seen:
                 if clock.monotonic_s() > end_s:
-                    raise _no_progress("no token of any request has arrived")
+                    raise unavailable("no token of any request has arrived", "no_progress")
                 await asyncio.wait((probe,), timeout=_PROBE_LOOKS_S)
             if self._dispatcher.rows_taken == seen:
                 probe.result()

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from serving.errors import RETRY_AFTER_S, ApiError
+from serving.errors import ApiError, unavailable
 from serving.protocol import request_id_of
 from transfer.complaint import Tally
 
@@ -131,12 +131,8 @@ class Bound:
 
     def refusal(self) -> ApiError:
         """What a client beyond the bound is told."""
-        return ApiError(
-            503,
-            f"this server has {self.most} connections, its maximum",
-            code="too_many_connections",
-            headers={"Retry-After": str(RETRY_AFTER_S)},
-        )
+        message = f"this server has {self.most} connections, its maximum"
+        return unavailable(message, "too_many_connections")
 
 
 class BodyWriter:

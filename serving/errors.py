@@ -150,6 +150,11 @@ def not_served(name: str) -> ApiError:
     return ApiError(400, message, name.partition(".")[0], "unsupported_parameter")
 
 
+def unavailable(message: str, code: str, headers: Mapping[str, str] = NO_HEADERS) -> ApiError:
+    """A request that may succeed when it is sent again."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S), **headers})
+
+
 def from_request_error(error: RequestError) -> ApiError:
     """What a failed generation becomes over HTTP."""
     status = _STATUS[error.code]

@@ -12,7 +12,7 @@ from serving.bodies import Bodies
 from serving.choice import Choice
 from serving.config import ServeConfig
 from serving.dispatch import SHUTTING_DOWN, Dispatcher
-from serving.errors import RETRY_AFTER_S, ApiError, from_request_error
+from serving.errors import from_request_error, unavailable
 from serving.event_stream import Outbox, resumed, until_disconnected
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
@@ -47,7 +47,8 @@ class Front:
         """Raises ApiError (503) while this process drains, or needed workers are not ready."""
         self._require_staying()
         if not self.dispatcher.cluster_ready():
-            raise _not_ready("the workers that a request needs are not ready; try again")
+            message = "the workers that a request needs are not ready; try again"
+            raise unavailable(message, "not_ready")
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -58,7 +59,8 @@ class Front:
         """
         self._require_staying()
         if not self.dispatcher.was_ready():
-            raise _not_ready("the workers that a request needs were not ready yet; try again")
+            message = "the workers that a request needs were not ready yet; try again"
+            raise unavailable(message, "not_ready")
         self._num_held += 1
         try:
             yield
@@ -78,16 +80,11 @@ class Front:
     def _require_staying(self) -> None:
         if self.leaving.draining:
             # On a new connection the client may reach a process that stays.
-            headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
-            raise ApiError(503, SHUTTING_DOWN, code=str(Code.SHUTTING_DOWN), headers=headers)
+            headers = {"Connection": "close"}
+            raise unavailable(SHUTTING_DOWN, str(Code.SHUTTING_DOWN), headers)
 
     def choices(self, request: Request) -> list[Choice]:
         return [Choice(ask, self.model.tokenizer) for ask in request.choices]
-
-
-def _not_ready(message: str) -> ApiError:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(503, message, code="not_ready", headers=headers)
 
 
 async def while_client_waits[T](
