@@ -28,11 +28,7 @@ class BufferPool:
         self.pin = pin
         self._lock = threading.RLock()  # a garbage collection inside `take` may give back a buffer
         self._idle: dict[int, list[np.ndarray]] = {}
-        self._idle_bytes = 0
-
-    @property
-    def idle_bytes(self) -> int:
-        return self._idle_bytes
+        self.idle_bytes = 0
 
     def take(self, num_bytes: int) -> np.ndarray:
         """u8[num_bytes], not cleared."""
@@ -41,7 +37,7 @@ class BufferPool:
             idle = self._idle.get(size)
             memory = idle.pop() if idle else None
             if memory is not None:
-                self._idle_bytes -= size
+                self.idle_bytes -= size
         if memory is None:
             memory = self._fresh(size)
         # A view made through the buffer protocol stays the base of every view made of it, so it
@@ -60,6 +56,6 @@ class BufferPool:
 
     def _give_back(self, memory: np.ndarray) -> None:
         with self._lock:
-            if self._idle_bytes + memory.nbytes <= self.max_idle_bytes:
+            if self.idle_bytes + memory.nbytes <= self.max_idle_bytes:
                 self._idle.setdefault(memory.nbytes, []).append(memory)
-                self._idle_bytes += memory.nbytes
+                self.idle_bytes += memory.nbytes

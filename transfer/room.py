@@ -31,10 +31,6 @@ class State(enum.Enum):
     DONE = "done"
     FAILED = "failed"
 
-    @property
-    def is_final(self) -> bool:
-        return self in (State.DONE, State.FAILED)
-
 
 LEGAL: dict[Side, dict[State, tuple[State, ...]]] = {
     Side.PREFILL: {

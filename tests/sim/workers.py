@@ -36,6 +36,7 @@ def _reachable(side: Side, state: State) -> frozenset[State]:
     return frozenset(after).union(*(_reachable(side, next_state) for next_state in after))
 
 
+_FINAL = (State.DONE, State.FAILED)
 REACHABLE = {(side, state): _reachable(side, state) for side in Side for state in State}
 
 
@@ -59,12 +60,12 @@ class RoomWatch:
         for number, room in rooms.items():
             known, before = self._seen.get(number, (room, State.QUEUED))
             assert known is room, f"room {number} was opened again"
-            assert not room.state.is_final, f"room {number} is {room.state} and still held"
+            assert room.state not in _FINAL, f"room {number} is {room.state} and still held"
             self._check(number, before, room.state)
             self._seen[number] = room, room.state
         for number in [number for number in self._seen if number not in rooms]:
             room, before = self._seen.pop(number)
-            assert room.state.is_final, f"room {number} was dropped in {room.state}"
+            assert room.state in _FINAL, f"room {number} was dropped in {room.state}"
             self._check(number, before, room.state)
             stats[f"{self._side.value}_{before.value}_{room.state.value}"] += 1
 

@@ -21,7 +21,7 @@ def test_a_good_room_walks_its_path_and_remembers_when(side: Side, path: list[St
     room = a_room(side)
     for at, state in enumerate(path):
         room.advance(state, 11.0 + at)
-    assert room.state.is_final
+    assert room.state is State.DONE
     assert room.entered_s == {
         State.QUEUED: 10.0,
         **{state: 11.0 + at for at, state in enumerate(path)},
