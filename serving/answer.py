@@ -195,8 +195,6 @@ class Runner:
         for task in waiting:
             if not task.cancel():  # it has its place, but its request has not resumed yet
                 self._overtaken.add(task)
-        if request_id is None:
-            return len(waiting) + self._dispatcher.abort_all()
         return len(waiting) + self._dispatcher.abort_request(request_id)
 
     async def _admit(

@@ -153,18 +153,17 @@ async def serve(
     when another process has taken the port meanwhile, and Unauthenticated when the registry, as
     soon as it is reached, refuses the token.
     """
-    metrics = Metrics()
     own = config if seat is None else seat.share_of(config)
     flags.log_config(own)
-    dispatcher = Dispatcher(own, security, SYSTEM_CLOCK, metrics)
+    dispatcher = Dispatcher(own, security, SYSTEM_CLOCK)
     front = create_front(dispatcher, tokenizer, config, model_config)
     siblings = Siblings(front, seat, security)
     exporter = None
     if config.otlp_traces_endpoint:
         sender = OtlpSender(config.otlp_traces_endpoint, "kvferry")
-        exporter = TraceExporter(sender, metrics.traces_dropped)
+        exporter = TraceExporter(sender, dispatcher.metrics.traces_dropped)
         dispatcher.timelines.on_over = trace_later(exporter, front)
-    server = _Server(http_config(app_of(front, siblings), own, metrics))
+    server = _Server(http_config(app_of(front, siblings), own, dispatcher.metrics))
     await siblings.start()
     watching = await dispatcher.start()
     calm_collector()

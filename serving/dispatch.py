@@ -44,11 +44,10 @@ class Dispatcher:
         config: ServeConfig,
         security: Security,
         clock: Clock = SYSTEM_CLOCK,
-        metrics: Metrics | None = None,
         *,
         timers: Timers | None = None,
     ) -> None:
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()
         self._config = config
         self._clock = clock
         self._timers = timers or LoopTimers()
@@ -156,15 +155,12 @@ class Dispatcher:
         """The live generations of that request, one a choice."""
         return [g for g in self._placement.all() if g.spec.request_id == request_id]
 
-    def abort_request(self, request_id: str) -> int:
-        """Abort for someone other than the stream, which gets on_end("abort"). Returns how many."""
-        return self._abort_aloud(self.find(request_id))
+    def abort_request(self, request_id: str | None) -> int:
+        """Abort for someone other than the stream, which gets on_end("abort").
 
-    def abort_all(self) -> int:
-        """The same for every live generation."""
-        return self._abort_aloud(self._placement.all())
-
-    def _abort_aloud(self, generations: list[Generation]) -> int:
+        None: all requests. Returns how many generations.
+        """
+        generations = self._placement.all() if request_id is None else self.find(request_id)
         for generation in generations:
             self.end(generation, "abort")
         return len(generations)

@@ -186,7 +186,7 @@ async def test_a_request_is_aborted_by_its_id_and_its_streams_hear_of_it():
         assert dispatcher.abort_request("a") == 2
         assert dispatcher.abort_request("a") == 0
         assert [sink.finish_reason for sink in sinks] == ["abort", "abort", None]
-        assert dispatcher.abort_all() == 1
+        assert dispatcher.abort_request(None) == 1
         assert sinks[2].finish_reason == "abort"
         await until(lambda: not any(worker.rooms for worker in cluster.workers))
 
