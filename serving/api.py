@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,7 +40,7 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.complaint import Tally
 from transfer.errors import ConfigError
 from transfer.rpc import Security, to_the_end
-from transfer.signals import DRAIN, on_signals
+from transfer.signals import draining_first, on_signals
 
 log = logging.getLogger(__name__)
 
@@ -175,9 +174,13 @@ async def serve(
         ensure_listening(sock, config)
         await server.serve(sockets=[sock])
 
-    with on_signals(_told(front, server)):
+    leaving = front.leaving
+    told = draining_first(
+        front.drain, leaving.over.set, server.takes.is_set, lambda: leaving.draining
+    )
+    with on_signals(told):
         serving = asyncio.create_task(take_clients())
-        stopped = asyncio.create_task(front.leaving.over.wait())
+        stopped = asyncio.create_task(leaving.over.wait())
         takes = asyncio.create_task(server.takes.wait())
         try:
             ends = {serving, stopped, watching}
@@ -200,23 +203,6 @@ async def serve(
             takes.cancel()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
-
-
-def _told(front: Front, server: "_Server") -> dict[signal.Signals, Callable[[], None]]:
-    """What each signal does."""
-    leaving = front.leaving
-
-    def terminated() -> None:
-        if server.takes.is_set() and not leaving.draining:
-            front.drain()
-        else:
-            leaving.over.set()
-
-    def told_to_drain() -> None:
-        if not leaving.draining:
-            terminated()
-
-    return {signal.SIGINT: leaving.over.set, signal.SIGTERM: terminated, DRAIN: told_to_drain}
 
 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:

@@ -21,7 +21,7 @@ from transfer import flags, terminal
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import KvferryError
 from transfer.exit_codes import EXIT_CONFIG
-from transfer.signals import DRAIN, on_signals
+from transfer.signals import DRAIN, draining_first, on_signals
 
 log = logging.getLogger(__name__)
 
@@ -296,22 +296,13 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
 async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
     drain, stop = asyncio.Event(), asyncio.Event()
 
-    def told_to_drain() -> None:
-        (drain if supervisor.is_ready else stop).set()
-
-    def terminated() -> None:
-        if drain.is_set():
-            stop.set()
-        else:
-            told_to_drain()
-
     async def drained() -> None:
         await drain.wait()
         terminal.say(f"kvferry {command}: draining")
         await supervisor.drain()
         stop.set()
 
-    told = {signal.SIGINT: stop.set, signal.SIGTERM: terminated, DRAIN: told_to_drain}
+    told = draining_first(drain.set, stop.set, lambda: supervisor.is_ready, drain.is_set)
     with on_signals(told):
         stopped = asyncio.create_task(stop.wait())
         running = asyncio.create_task(body(supervisor))

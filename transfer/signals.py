@@ -10,8 +10,36 @@ from collections.abc import Callable, Iterator, Mapping
 DRAIN = signal.SIGUSR1
 
 
+Actions = Mapping[signal.Signals, Callable[[], object]]
+
+
+def draining_first(
+    drain: Callable[[], object],
+    stop: Callable[[], object],
+    is_ready: Callable[[], bool],
+    is_draining: Callable[[], bool],
+) -> Actions:
+    """What signals do to a process that can drain.
+
+    SIGTERM drains. SIGINT, a second SIGTERM, or a SIGTERM before the process is ready stops at
+    once.
+    """
+
+    def terminated() -> None:
+        if is_ready() and not is_draining():
+            drain()
+        else:
+            stop()
+
+    def told_to_drain() -> None:
+        if not is_draining():
+            terminated()
+
+    return {signal.SIGINT: stop, signal.SIGTERM: terminated, DRAIN: told_to_drain}
+
+
 @contextlib.contextmanager
-def on_signals(actions: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
+def on_signals(actions: Actions) -> Iterator[None]:
     """Run each signal's action on the running loop while the `with` lasts (main thread).
 
     SIGHUP, which a closed terminal or connection sends, acts as the first SIGTERM, unless it was
@@ -33,7 +61,7 @@ def on_signals(actions: Mapping[signal.Signals, Callable[[], object]]) -> Iterat
             signal.signal(number, signal.SIG_IGN)
 
 
-def _with_hangup(terminated: Callable[[], object]) -> dict[signal.Signals, Callable[[], object]]:
+def _with_hangup(terminated: Callable[[], object]) -> Actions:
     """The actions of SIGTERM and SIGHUP."""
     heard = False
 
