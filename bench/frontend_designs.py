@@ -39,7 +39,6 @@ from serving.generation import FinishReason, Generation, Tokens
 from serving.listening import BACKLOG, claimed
 from serving.protocol import Request, ServedModel, Shown
 from serving.stream import Events
-from serving.timers import LoopTimers
 from serving.tokenizer import Tokenizer
 from transfer import flags, wire
 from transfer.clock import SYSTEM_CLOCK
@@ -238,7 +237,7 @@ async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: sock
     tokenizer = Tokenizer.from_dir(config.model_path)
     model_config = ModelConfig.from_dir(config.model_path)
     model = ServedModel(tokenizer, config, model_config, dispatcher.context_length)
-    front = Front(dispatcher, model, config, SYSTEM_CLOCK, LoopTimers())
+    front = Front(dispatcher, model, config, SYSTEM_CLOCK)
     chat = Route("/v1/chat/completions", DesignedChat(front, ways), methods=["POST"])
     health = Route("/health", Admin(front).health)
     app = Starlette(routes=[chat, health], exception_handlers=ERROR_ANSWERS)

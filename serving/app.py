@@ -30,7 +30,6 @@ from serving.errors import ApiError
 from serving.front import Front
 from serving.protocol import ServedModel
 from serving.siblings import Siblings
-from serving.timers import LoopTimers
 from serving.tokenizer import Tokenizer
 from transfer.clock import SYSTEM_CLOCK, Clock
 
@@ -57,7 +56,7 @@ def create_front(
         "Long conversations waiting for the chat template",
         lambda: model.templates.num_waiting,
     )
-    return Front(dispatcher, model, config, clock, LoopTimers())
+    return Front(dispatcher, model, config, clock)
 
 
 def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:

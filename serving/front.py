@@ -15,7 +15,7 @@ from serving.dispatch import SHUTTING_DOWN, Dispatcher
 from serving.errors import from_request_error, unavailable
 from serving.event_stream import Outbox, resumed, until_disconnected
 from serving.protocol import Request, ServedModel
-from serving.timers import Timers
+from serving.timers import LoopTimers
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
 from transfer.leaving import Leaving
@@ -30,13 +30,12 @@ class Front:
         model: ServedModel,
         config: ServeConfig,
         clock: Clock,
-        timers: Timers,
     ) -> None:
         self.dispatcher = dispatcher
         self.model = model
         self.config = config
         self.clock = clock
-        self.timers = timers
+        self.timers = LoopTimers()
         self.outbox = Outbox()
         self.leaving = Leaving()
         self.bodies = Bodies(config.max_request_bytes, config.slow_client_timeout_s, clock)
