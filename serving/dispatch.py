@@ -190,11 +190,6 @@ class Dispatcher:
         """
         return self._membership.dp_size(role)
 
-    @property
-    def model_digest(self) -> str:
-        """Of the workers' model; "" before any worker was seen."""
-        return self._membership.model_digest
-
     def members(self) -> tuple[wire.Member, ...]:
         """The cluster as last told by the registry."""
         return self._membership.members
@@ -216,7 +211,7 @@ class Dispatcher:
         return {
             "ready": self.cluster_ready(),
             "context_length": self.context_length(),
-            "model_digest": self.model_digest,
+            "model_digest": self._membership.model_digest,
             "running": self.num_running(),
             "queued": self.num_queued(),
             "policy": self._config.policy,

@@ -36,7 +36,7 @@ class Membership:
         on_change: Callable[[], None],
     ) -> None:
         self.members: tuple[wire.Member, ...] = ()
-        self.model_digest = ""
+        self.model_digest = ""  # of the workers' model; "" before any worker was seen
         self._config = config
         self._context = context
         self._on_change = on_change

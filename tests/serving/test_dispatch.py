@@ -296,9 +296,9 @@ async def test_what_is_known_of_the_cluster_is_shown():
         cluster.decode[0].counters = {"steps": 5.0}
         assert dispatcher.cluster_ready()
         assert dispatcher.context_length() == cluster.context_length
-        assert dispatcher.model_digest == "fake-digest"
         assert [m.info.worker_id for m in dispatcher.members()] == ["prefill-0", "decode-0"]
         info = await dispatcher.server_info()
+        assert info["model_digest"] == "fake-digest"
         assert [w["worker_id"] for w in info["workers"]] == ["decode-0", "prefill-0"]
         assert info["workers"][0]["load"]["pages_total"] == 256
         assert await dispatcher.flush_cache() == (True, "decode-0: flushed; prefill-0: flushed")
