@@ -6,12 +6,14 @@ Runs in that project's environment, as does everything that it imports.
 import asyncio
 import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from bench.frontend_plan import Cell, stream_of, token_at
-from bench.frontend_steps import Round
+from bench.endings import end_with
+from bench.frontend_plan import Cell, inherited_socket, stream_of, token_at
+from bench.frontend_steps import Round, run
 
 HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
@@ -78,3 +80,22 @@ def tell_addresses(notify_fd: int, from_server: str, to_server: str) -> None:
     line = json.dumps({"from_server": from_server, "to_server": to_server}) + "\n"
     os.write(notify_fd, line.encode())
     os.close(notify_fd)
+
+
+def main(
+    serve: Callable[[int, str, str], None], new_messages: Callable[[str, str], Messages]
+) -> None:
+    """A project's module as a program: `serve NOTIFY_FD LIFELINE_FD MODEL PORT | engine FD`.
+
+    serve: runs the front end, given NOTIFY_FD, MODEL and PORT. new_messages: makes what speaks to
+    it, given the addresses of `tell_addresses`.
+    """
+    if sys.argv[1] == "serve":
+        end_with(int(sys.argv[3]))
+        serve(int(sys.argv[2]), *sys.argv[4:])
+        return
+
+    def way_of(setup: dict[str, Any]) -> PeerSteps:
+        return PeerSteps(new_messages(setup["from_server"], setup["to_server"]), setup["ids"])
+
+    run(inherited_socket(sys.argv[2]), way_of)

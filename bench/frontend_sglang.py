@@ -7,15 +7,11 @@ at their defaults. `-m bench.frontend_sglang engine FD`: sends them tokens, as i
 
 import multiprocessing
 import os
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from bench.endings import end_with
-from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, PeerSteps, tell_addresses
-from bench.frontend_plan import inherited_socket
-from bench.frontend_steps import run
+from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, main, tell_addresses
 
 _PROMPT_TAIL = 5  # last ids of a prompt, which SGLang's scheduler sends the detokenizer at first
 
@@ -122,18 +118,5 @@ class SglangMessages:
             self._stats = {}
 
 
-def main() -> None:
-    """`python -m bench.frontend_sglang serve NOTIFY_FD LIFELINE_FD MODEL PORT | engine FD`."""
-    if sys.argv[1] == "serve":
-        end_with(int(sys.argv[3]))
-        serve(int(sys.argv[2]), *sys.argv[4:])
-        return
-
-    def way_of(setup: dict[str, Any]) -> PeerSteps:
-        return PeerSteps(SglangMessages(setup["from_server"], setup["to_server"]), setup["ids"])
-
-    run(inherited_socket(sys.argv[2]), way_of)
-
-
 if __name__ == "__main__":
-    main()
+    main(serve, SglangMessages)

@@ -7,15 +7,11 @@ PORT`: HTTP server, AsyncLLM and its detokenizer as `vllm serve` runs them, at t
 
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bench.endings import end_with
-from bench.frontend_peer_steps import HOST, PeerSteps, tell_addresses
-from bench.frontend_plan import inherited_socket
-from bench.frontend_steps import run
+from bench.frontend_peer_steps import HOST, main, tell_addresses
 
 _RANK = (0).to_bytes(2, "little")  # the identity of the only engine
 _NAME = re.compile("chatcmpl-(.*)-.*")  # vLLM's name of a request, around the client's name
@@ -100,18 +96,5 @@ class VllmMessages:
         self._output.send_multipart(self._encoder.encode(told))
 
 
-def main() -> None:
-    """`python -m bench.frontend_vllm serve NOTIFY_FD LIFELINE_FD MODEL PORT | engine FD`."""
-    if sys.argv[1] == "serve":
-        end_with(int(sys.argv[3]))
-        serve(int(sys.argv[2]), *sys.argv[4:])
-        return
-
-    def way_of(setup: dict[str, Any]) -> PeerSteps:
-        return PeerSteps(VllmMessages(setup["from_server"], setup["to_server"]), setup["ids"])
-
-    run(inherited_socket(sys.argv[2]), way_of)
-
-
 if __name__ == "__main__":
-    main()
+    main(serve, VllmMessages)
