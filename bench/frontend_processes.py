@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -90,18 +90,18 @@ class Child:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """End it."""
         self._process.kill()
         self._process.communicate()
 
 
 @dataclass(frozen=True)
 class Load:
-    """The processes that load servers, on their own core. address: the registry's, if any."""
+    """The processes that load servers, on their own core."""
 
     engine: Child
     client: Child
-    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,11 @@ def targets(
                 found[design] = stack.enter_context(peer)
         served = [design for design in designs if not (design.is_floor or design.is_peer)]
         if served:
-            load = stack.enter_context(_load(ids, texts))
-            commands = {design: _command(design, model_path, load, more_args) for design in served}
+            load = stack.enter_context(_load(texts))
+            registry = load.engine.ask(token=_TOKEN, ids=ids)["registry"]
+            commands = {
+                design: _command(design, model_path, registry, more_args) for design in served
+            }
             starting = {
                 command: stack.enter_context(_Starting(command))
                 for command in dict.fromkeys(commands.values())
@@ -210,30 +213,21 @@ def _socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @contextmanager
-def _child(
-    module: str,
-    sockets: Sequence[socket.socket],
-    core: int,
-    more: Sequence[str] = (),
+def _load(
+    texts: list[str],
+    module: str = "bench.frontend_engine",
+    sockets: Sequence[socket.socket] = (),
     peer_python: str = "",
-) -> Iterator[Child]:
-    child = Child(module, sockets, core, more, peer_python)
-    try:
-        yield child
-    finally:
-        child.end()
-
-
-@contextmanager
-def _load(ids: list[int], texts: list[str]) -> Iterator[Load]:
-    """Workers and registry for real servers, and a client."""
+) -> Iterator[Load]:
+    """An engine, and a client that it steers. module, sockets, peer_python: of the engine."""
     _, core = _cores()
-    with ExitStack() as stack:
-        steers, steered = stack.enter_context(_socket_pair())
-        engine = stack.enter_context(_child("bench.frontend_engine", [steers], core))
-        client = stack.enter_context(_child("bench.frontend_client", [steered], core))
+    with (
+        _socket_pair() as (steers, steered),
+        closing(Child(module, [steers, *sockets], core, peer_python=peer_python)) as engine,
+        closing(Child("bench.frontend_client", [steered], core)) as client,
+    ):
         client.tell(texts=texts)
-        yield Load(engine, client, engine.ask(token=_TOKEN, ids=ids)["registry"])
+        yield Load(engine, client)
 
 
 @contextmanager
@@ -254,20 +248,16 @@ def _compiled() -> Iterator[str]:
 @contextmanager
 def _floor(texts: list[str], binary: str | None) -> Iterator[Target]:
     """The floor with an engine for it, and a client. binary: the native floor, if that serves."""
-    server_core, core = _cores()
-    with ExitStack() as stack:
-        steers, steered = stack.enter_context(_socket_pair())
-        to_floor, from_engine = stack.enter_context(_socket_pair())
-        engine = stack.enter_context(_child("bench.frontend_engine", [steers, to_floor], core))
-        client = stack.enter_context(_child("bench.frontend_client", [steered], core))
-        more = () if binary is None else (binary,)
-        words = "bench.frontend_floor", [from_engine], server_core, more
-        floor = stack.enter_context(_child(*words))
-        client.tell(texts=texts)
+    core, _ = _cores()
+    more = () if binary is None else (binary,)
+    with (
+        _socket_pair() as (to_floor, from_engine),
+        _load(texts, sockets=[to_floor]) as load,
+        closing(Child("bench.frontend_floor", [from_engine], core, more)) as floor,
+    ):
         served = floor.ask(texts=texts)
-        engine.ask()
-        server = Server("127.0.0.1", served["port"])
-        yield Target(server, served["pid"], Load(engine, client), floor)
+        load.engine.ask()
+        yield Target(Server("127.0.0.1", served["port"]), served["pid"], load, floor)
 
 
 @contextmanager
@@ -275,24 +265,21 @@ def _peer(
     design: Design, python: str, model_path: Path, ids: list[int], texts: list[str]
 ) -> Iterator[Target]:
     """Another project's front end with an engine that speaks to it, and a client."""
-    server_core, core = _cores()
-    with ExitStack() as stack:
-        steers, steered = stack.enter_context(_socket_pair())
-        peer = stack.enter_context(PeerServer(design, python, model_path, server_core))
-        words = design.module, [steers], core, (), python
-        engine = stack.enter_context(_child(*words))
-        client = stack.enter_context(_child("bench.frontend_client", [steered], core))
-        client.tell(texts=texts)
-        engine.ask(ids=ids, **peer.addresses())
+    core, _ = _cores()
+    with (
+        PeerServer(design, python, model_path, core) as peer,
+        _load(texts, design.module, peer_python=python) as load,
+    ):
+        load.engine.ask(ids=ids, **peer.addresses())
         peer.wait()
-        yield Target(peer.server, peer.pid, Load(engine, client))
+        yield Target(peer.server, peer.pid, load)
 
 
 def _command(
-    design: Design, model_path: Path, load: Load, more_args: Sequence[str]
+    design: Design, model_path: Path, registry: str, more_args: Sequence[str]
 ) -> tuple[str, ...]:
     """The arguments of `python -m` for a server."""
-    shared = ["--model-path", str(model_path), "--registry-address", load.address]
+    shared = ["--model-path", str(model_path), "--registry-address", registry]
     shared += ["--port", "0", "--max-inflight-requests", "4096"]
     more = more_args if design.is_product else []
     return (design.module, *shared, *more, *design.server_args)
