@@ -3,7 +3,6 @@
 import json
 import os
 import select
-import socket
 import subprocess
 import tempfile
 from contextlib import ExitStack, suppress
@@ -12,13 +11,11 @@ from typing import Any, Self
 
 import psutil
 
-from bench.client import Server
 from bench.endings import lifeline
 from bench.frontend_cases import Design
-from bench.serve import NoServer, wait_ready
+from bench.serve import NoServer, free_address, not_ready, wait_ready
 from bench.surroundings import ROOT
 
-_HOST = "127.0.0.1"
 _START_TIMEOUT_S = 180.0  # a first import of torch from a cold disk
 _ASK_TIMEOUT_S = 30.0
 _ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
@@ -58,9 +55,7 @@ class PeerServer:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile())
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            with socket.socket() as probe:
-                probe.bind((_HOST, 0))
-                self.server = Server(_HOST, probe.getsockname()[1])
+            self.server = free_address()
             read, write = os.pipe()
             self._told = stack.enter_context(os.fdopen(read))
             life = stack.enter_context(lifeline())
@@ -92,19 +87,14 @@ class PeerServer:
         ready, _, _ = select.select([self._told], [], [], _START_TIMEOUT_S)
         line = self._told.readline() if ready else ""
         if not line:
-            raise self._failed()
+            raise not_ready(self._design.name, self._log)
         values: dict[str, Any] = json.loads(line)
         return values
 
     def wait(self) -> None:
         """Wait until it is ready. Raises NoServer."""
         if not wait_ready(self.server, self._process, _START_TIMEOUT_S):
-            raise self._failed()
-
-    def _failed(self) -> NoServer:
-        self._log.seek(0)
-        tail = self._log.read()[-2000:].decode(errors="replace")
-        return NoServer(f"{self._design.name} did not become ready:\n{tail}")
+            raise not_ready(self._design.name, self._log)
 
     def _end(self) -> None:
         with suppress(psutil.NoSuchProcess):

@@ -22,7 +22,7 @@ from bench.client import Server
 from bench.endings import deaf_children, lifeline
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
-from bench.serve import NoServer, parse_url, wait_ready
+from bench.serve import NoServer, not_ready, parse_url, wait_ready
 from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
 _TOKEN = "token of a cluster for one benchmark"
@@ -329,7 +329,5 @@ class _Starting:
         ready = self._notified.read()  # until it is ready, or has ended
         server = parse_url(json.loads(ready)["url"], "") if ready else None
         if server is None or not wait_ready(server, self._process, _START_TIMEOUT_S):
-            self._log.seek(0)
-            tail = self._log.read()[-2000:].decode(errors="replace")
-            raise NoServer(f"{' '.join(self._command)} did not become ready:\n{tail}")
+            raise not_ready(" ".join(self._command), self._log)
         return Target(server, self._process.pid, load)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -150,11 +150,9 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
 
     Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    server = free_address()
     command = [sys.executable, "-m", "serving.launch", "up", *arguments]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", server.host, "--port", str(server.port)]
     with tempfile.TemporaryFile() as log, lifeline() as fd:
         process = subprocess.Popen(
             command,
@@ -164,11 +162,8 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
             env=os.environ | {LIFELINE_ENV: str(fd)},
         )
         try:
-            server = Server("127.0.0.1", port)
             if not wait_ready(server, process, START_TIMEOUT_S):
-                log.seek(0)
-                tail = log.read()[-2000:].decode(errors="replace")
-                raise NoServer(f"{' '.join(command)} did not become ready:\n{tail}")
+                raise not_ready(" ".join(command), log)
             yield server
         finally:
             process.terminate()
@@ -188,11 +183,25 @@ def started_servers(arguments: Sequence[list[str]]) -> Iterator[list[Server]]:
         yield [one.result() for one in starting]
 
 
-def wait_ready(server: Server, process: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:
+def free_address() -> Server:
+    """An address of this host at which nobody listens yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Server(*probe.getsockname())
+
+
+def not_ready(name: str, log: IO[bytes]) -> NoServer:
+    """The error for a server that is not ready in time, with the end of its log."""
+    log.seek(0)
+    tail = log.read()[-2000:].decode(errors="replace")
+    return NoServer(f"{name} did not become ready:\n{tail}")
+
+
+def wait_ready(server: Server, process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Whether /health answers 200 in time; gives up at once when the process has ended."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        if process is not None and process.poll() is not None:
+        if process.poll() is not None:
             return False
         try:
             status, _ = asyncio.run(get_json(server, "/health", timeout_s=5.0))
