@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from bench.arguments import API_KEY_ENV, above_zero, at_least, numbers, server_args
 from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
+from bench.routing_cost import LENGTHS
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from model.processors import take_threads
@@ -22,11 +22,7 @@ from transfer import flags, open_files
 from transfer.errors import ConfigError
 
 TRANSFER_BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
-ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
-    "skewed",
-    "constant",
-    "shared",
-)
+ROUTING_PARTS = (*LENGTHS, "registry", "processes")
 
 
 class _HelpWithDefaults(argparse.HelpFormatter):
@@ -221,8 +217,7 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
-    parts = (*ROUTING_PARTS, "registry", "processes")
-    parser.add_argument("--only", action="append", choices=parts, help="repeatable")
+    parser.add_argument("--only", action="append", choices=ROUTING_PARTS, help="repeatable")
     parser.add_argument(
         "--seconds",
         type=at_least(1, float),
@@ -287,8 +282,8 @@ def run(args: argparse.Namespace) -> int:
 def _routing(args: argparse.Namespace, report: Report) -> int:
     from bench import routing, routing_processes, routing_registry
 
-    only = args.only or (*ROUTING_PARTS, "registry", "processes")
-    simulated = [part for part in ROUTING_PARTS if part in only]
+    only = args.only or ROUTING_PARTS
+    simulated = [lengths for lengths in LENGTHS if lengths in only]
     routing.run(report, simulated, args.num_requests, args.seeds)
     if "registry" in only:
         routing_registry.run(report, args.seconds)

@@ -23,7 +23,6 @@ from bench.routing_sim import LAYOUTS, Layout, Simulation, Way
 from prefill.balancer import METHODS, Method
 from serving.config import Policy
 
-LENGTHS: tuple[Lengths, ...] = ("skewed", "constant", "shared")
 LOADS = (0.7, 0.95, 1.1)  # of saturation
 POLICIES: tuple[Policy, ...] = ("least_load", "power_of_two", "round_robin", "random")
 BASELINE = "follow drawn"
@@ -36,6 +35,28 @@ class Times:
     mean: float
     p50: float
     p99: float
+
+    @classmethod
+    def of(cls, ttft_s: Sequence[float]) -> "Times":
+        values = 1e3 * np.asarray(ttft_s)
+        p50, p99 = np.percentile(values, [50, 99])
+        return cls(float(values.mean()), float(p50), float(p99))
+
+
+def report_times(
+    report: Report,
+    case: str,
+    times: Sequence[Times],
+    baseline: Sequence[Times],
+    shapes: dict[str, Any],
+) -> None:
+    """Add the means of runs, beside those of the baseline's runs unless they are the baseline."""
+    for name in ("mean", "p50", "p99"):
+        value, beside = (
+            statistics.mean(getattr(one, name) for one in runs) for runs in (times, baseline)
+        )
+        base = None if times is baseline else beside
+        report.add(case, f"ttft {name}", value, "ms", base, shapes=shapes)
 
 
 def ways(lengths: Lengths) -> dict[str, Way]:
@@ -86,32 +107,13 @@ def run(report: Report, only: Sequence[Lengths], num_requests: int, num_seeds: i
             baseline: list[Times] = []
             for name, way in ways(lengths).items():
                 times = [
-                    _times(Simulation(way, arrivals, cost, seed).run())
+                    Times.of(Simulation(way, arrivals, cost, seed).run())
                     for seed, arrivals in zip(seeds, loaded, strict=True)
                 ]
                 baseline = baseline or times
-                _report(report, f"{lengths} {load:g} {name}", times, baseline, shapes)
-
-
-def _times(ttft_s: Sequence[float]) -> Times:
-    values = 1e3 * np.asarray(ttft_s)
-    p50, p99 = np.percentile(values, [50, 99])
-    return Times(float(values.mean()), float(p50), float(p99))
-
-
-def _report(
-    report: Report,
-    case: str,
-    times: Sequence[Times],
-    baseline: Sequence[Times],
-    shapes: dict[str, Any],
-) -> None:
-    for name in ("mean", "p50", "p99"):
-        value, beside = (
-            statistics.mean(getattr(one, name) for one in runs) for runs in (times, baseline)
-        )
-        base = None if times is baseline else beside
-        report.add(case, f"ttft {name}", value, "ms", base, shapes=shapes)
-    if times is not baseline:
-        worst = max(one.mean / other.mean for one, other in zip(times, baseline, strict=True))
-        report.add(case, "worst seed's mean", 100 * worst, "% TTFT", shapes=shapes)
+                case = f"{lengths} {load:g} {name}"
+                report_times(report, case, times, baseline, shapes)
+                if times is not baseline:
+                    pairs = zip(times, baseline, strict=True)
+                    worst = max(one.mean / other.mean for one, other in pairs)
+                    report.add(case, "worst seed's mean", 100 * worst, "% TTFT", shapes=shapes)

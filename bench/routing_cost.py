@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from model.buckets import PrefillBuckets, bucket_for, prefill_buckets
 
 Lengths = Literal["skewed", "constant", "shared"]
+LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
 
 RANKS = 4
 PAGE_SIZE = 64

@@ -5,14 +5,14 @@ ranks with workers.
 """
 
 import asyncio
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from bench.client import Server
 from bench.report import Report
+from bench.routing import Times, report_times
 from bench.routing_cost import RANKS, Arrival, at_rate, plan_arrivals
 from bench.serve import run_workload, served_model, started_server
 from bench.workload import PlannedRequest, WorkloadConfig
@@ -53,32 +53,41 @@ ROUTED = [
 def run(report: Report, num_seeds: int) -> None:
     """Add rows with every way's TTFT at the same rates: shares of the first way's throughput."""
     seeds = list(range(report.seed, report.seed + num_seeds))
+    plans = [plan_arrivals("skewed", NUM_PROMPTS, seed) for seed in seeds]
+    at_once = at_rate(plans[0], float("inf"))
     for ways in (LATE, ROUTED):
         rate_per_s = 0.0
-        baseline: dict[float, list[np.ndarray]] = {}
+        baseline: dict[float, list[Times]] = {}
         for way in ways:
             with started_server([*_COMMON.split(), *way.arguments.split()]) as server:
                 model = served_model(server)
-
-                def ttft_ms(arrivals: Sequence[Arrival], count: int = NUM_PROMPTS) -> np.ndarray:
-                    planned = [_request(arrival) for arrival in arrivals[:count]]
-                    config = WorkloadConfig(rate_per_s=1.0)  # arrivals are planned already
-                    run_all = run_workload(server, model, planned, config, TIMEOUT_S)  # noqa: B023
-                    traces, _ = asyncio.run(run_all)
-                    if failed := [trace.error for trace in traces if not trace.ok]:
-                        raise RuntimeError(f"{len(failed)} prompts failed: {failed[0]}")
-                    return np.array([1e3 * trace.ttft_s for trace in traces])
-
-                plans = [plan_arrivals("skewed", NUM_PROMPTS, seed) for seed in seeds]
-                at_once = at_rate(plans[0], float("inf"))
-                ttft_ms(at_once, _WARM_UP)
+                _ttft_s(server, model, at_once[:_WARM_UP])
                 if not rate_per_s:
-                    rate_per_s = 1e3 * NUM_PROMPTS / float(ttft_ms(at_once).max())
+                    rate_per_s = NUM_PROMPTS / max(_ttft_s(server, model, at_once))
                 for load in LOADS:
                     rate = load * rate_per_s
-                    times = [ttft_ms(at_rate(plan, rate)) for plan in plans]
+                    times = [Times.of(_ttft_s(server, model, at_rate(p, rate))) for p in plans]
                     baseline.setdefault(load, times)
-                    _report(report, f"processes {load:g} {way.name}", times, baseline[load], rate)
+                    shapes = {
+                        "rate_per_s": round(rate, 2),
+                        "prompts": NUM_PROMPTS,
+                        "shorter": SHORTER,
+                        "output_tokens": OUTPUT_TOKENS,
+                        "ranks": RANKS,
+                        "seeds": num_seeds,
+                    }
+                    case = f"processes {load:g} {way.name}"
+                    report_times(report, case, times, baseline[load], shapes)
+
+
+def _ttft_s(server: Server, model: str, arrivals: Sequence[Arrival]) -> list[float]:
+    """Each prompt's seconds to its first token. Raises RuntimeError if one failed."""
+    planned = [_request(arrival) for arrival in arrivals]
+    config = WorkloadConfig(rate_per_s=1.0)  # arrivals are planned already
+    traces, _ = asyncio.run(run_workload(server, model, planned, config, TIMEOUT_S))
+    if failed := [trace.error for trace in traces if not trace.ok]:
+        raise RuntimeError(f"{len(failed)} prompts failed: {failed[0]}")
+    return [trace.ttft_s for trace in traces]
 
 
 def _request(arrival: Arrival) -> PlannedRequest:
@@ -86,31 +95,3 @@ def _request(arrival: Arrival) -> PlannedRequest:
     rng = np.random.default_rng(int(arrival.token_ids[-1]))
     ids = rng.integers(1, 1000, num_tokens)
     return PlannedRequest(arrival.at_s, tuple(ids.tolist()), OUTPUT_TOKENS)
-
-
-def _report(
-    report: Report,
-    case: str,
-    times: Sequence[np.ndarray],
-    baseline: Sequence[np.ndarray],
-    rate_per_s: float,
-) -> None:
-    """Means over seeds of each run's mean, p50 and p99."""
-    shapes: dict[str, Any] = {
-        "rate_per_s": round(rate_per_s, 2),
-        "prompts": NUM_PROMPTS,
-        "shorter": SHORTER,
-        "output_tokens": OUTPUT_TOKENS,
-        "ranks": RANKS,
-        "seeds": len(times),
-    }
-    for name, of in (("mean", np.mean), ("p50", np.median), ("p99", _p99)):
-        value, beside = (
-            statistics.mean(float(of(run)) for run in runs) for runs in (times, baseline)
-        )
-        base = None if times is baseline else beside
-        report.add(case, f"ttft {name}", value, "ms", base, shapes=shapes)
-
-
-def _p99(values: np.ndarray) -> float:
-    return float(np.percentile(values, 99))

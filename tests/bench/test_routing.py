@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from bench import routing_registry
-from bench.cli import ROUTING_PARTS
 from bench.report import Report
-from bench.routing import BASELINE, LENGTHS, LOADS, run, saturation, ways
+from bench.routing import BASELINE, LOADS, run, saturation, ways
 from bench.routing_cost import (
     CHUNK_TOKENS,
     CONTEXT,
+    LENGTHS,
     MEAN_TOKENS,
     PREFIX_TOKENS,
     Arrival,
@@ -31,10 +31,6 @@ COST = ChunkCost(call_s=1.0, token_s=0.001, pair_s=0.0)
 
 def a_prompt(num_tokens: int, at_s: float, number: int) -> Arrival:
     return Arrival(at_s, np.full(num_tokens, number, np.int32), 0)
-
-
-def test_the_parts_of_the_command_line_are_the_lengths_there_are() -> None:
-    assert ROUTING_PARTS == LENGTHS
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
