@@ -2,17 +2,15 @@
 
 A launch is an instruction that is a kernel in the scheduled program, or a call of a library. If a
 fusion takes part of an operand by a slice or a gather, only that part counts as read; if it writes
-into an operand, only what is new counts as written. A loop's body counts once for each turn. XLA
-knows how many turns there are, or the caller says it; in the latter case the host waits for the
-device before each turn and after the last. The host also waits once at a conditional, of which the
-branch that moves most bytes counts. A kernel of our own decides as it runs which parts of its
-operands it reads, so it counts as a launch, but its bytes do not count.
+into an operand, only what is new counts as written. A loop's body counts once for each turn if XLA
+knows how many there are. Otherwise it counts once, and the host waits for the device before each
+turn and after the last. The host also waits once at a conditional, of which the branch that moves
+most bytes counts. A kernel of our own decides as it runs which parts of its operands it reads, so
+it counts as a launch, but its bytes do not count.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
 
@@ -72,42 +70,34 @@ class Op(NamedTuple):
 
 @dataclass
 class Work:
-    """The work of running a program. Fractions come from loops whose turns are a mean.
+    """The work of running a program.
 
-    bytes_by_scope: bytes moved. kernels: the launches that are kernels of our own.
+    kernels: the launches that are kernels of our own. num_bytes: read and written in memory or
+    caches, except by those.
     """
 
-    launches: float = 0
-    kernels: float = 0
-    waits: float = 0
-    bytes_by_scope: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    launches: int = 0
+    kernels: int = 0
+    waits: int = 0
+    num_bytes: int = 0
 
-    @property
-    def num_bytes(self) -> float:
-        """Bytes read and written in memory or caches, except by kernels of our own."""
-        return sum(self.bytes_by_scope.values())
-
-    def add(self, other: "Work", times: float = 1) -> None:
+    def add(self, other: "Work", times: int = 1) -> None:
         """Add other work, done `times` times."""
         self.launches += other.launches * times
         self.kernels += other.kernels * times
         self.waits += other.waits * times
-        for scope, num_bytes in other.bytes_by_scope.items():
-            self.bytes_by_scope[scope] += num_bytes * times
+        self.num_bytes += other.num_bytes * times
 
 
 Computations = dict[str, dict[str, Op]]
-# The number of turns of a loop whose length is data, by its scope; a mean if it runs several times.
-Turns = Callable[[str], float]
 
 
-def count(text: str, turns: Turns) -> Work:
+def count(text: str) -> Work:
     """The work of a scheduled module. text: `jax.stages.Compiled.as_text()`.
 
     Raises ValueError if there is no entry computation.
     """
-    computations, entry = parse(text)
-    return _work(computations, entry, turns)
+    return _work(*parse(text))
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -152,20 +142,19 @@ def _op(line: str) -> Op | None:
     return Op(name, kind, shape, operands, behind[end:], line.startswith("ROOT "))
 
 
-def _work(computations: Computations, name: str, turns: Turns) -> Work:
+def _work(computations: Computations, name: str) -> Work:
     total = Work()
     for op in computations[name].values():
         if op.kind in _FREE:
             continue
         if op.kind == "while":
             known = _TRIPS.search(op.rest)
-            times = int(known.group(1)) if known else turns(op.scope)
-            total.add(_work(computations, op.called("body"), turns), times)
-            if not known:  # the host then asks the device before each turn, and once more
-                total.add(_work(computations, op.called("condition"), turns), times + 1)
-                total.waits += times + 1
+            total.add(_work(computations, op.called("body")), int(known.group(1)) if known else 1)
+            if not known:  # the host then asks the device before the turn, and once more
+                total.add(_work(computations, op.called("condition")), 2)
+                total.waits += 2
         elif op.kind == "conditional":
-            ways = [_work(computations, way, turns) for way in _ways(op)]
+            ways = [_work(computations, way) for way in _ways(op)]
             total.add(max(ways, key=lambda way: way.num_bytes))
             total.waits += 1
         else:
@@ -173,7 +162,7 @@ def _work(computations: Computations, name: str, turns: Turns) -> Work:
             if op.kind == "custom-call" and _KERNEL in op.rest:
                 total.kernels += 1
                 continue
-            total.bytes_by_scope[op.scope] += _moved(computations, name, op)
+            total.num_bytes += _moved(computations, name, op)
     return total
 
 

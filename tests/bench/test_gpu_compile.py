@@ -69,24 +69,16 @@ ENTRY %main (stack.1: bf16[8,4,16], pool: f32[100,4], row: f32[1,4], x: f32[4], 
 
 
 def test_loops_count_as_often_as_they_turn_and_parts_as_what_they_are() -> None:
-    asked: list[str] = []
-
-    def turns(scope: str) -> int:
-        asked.append(scope)
-        return 3
-
-    work = count(TEXT, turns)
-    assert asked == ["jit(step)/experts/while"]
-    # A loop of unknown length evaluates its condition before each turn, and once more at the end.
-    assert work.launches == 8 + (3 + 4) + 1 + 1 + 1
-    assert work.kernels == 1  # its text does not show what it reads
-    assert "jit(step)/kernel" not in work.bytes_by_scope
-    assert work.waits == 3 + 1 + 1  # for the loop of unknown length, and for the conditional
+    work = count(TEXT)
+    # A loop of unknown length evaluates its condition before its turn, and once more at the end.
+    assert work.launches == 8 + (1 + 2) + 1 + 1 + 1
+    assert work.kernels == 1
+    assert work.waits == 1 + 1 + 1  # for the loop of unknown length, and for the conditional
     taken = 2 * 4 * 16 * 2 + 4  # one layer read and written, and its index
-    assert work.bytes_by_scope["jit(step)/layers/take"] == (8 + 3) * taken
-    assert work.bytes_by_scope["jit(step)/put"] == 2 * 4 * 4 + 4  # not the pool
-    assert work.bytes_by_scope["jit(step)/branch"] == 2 * 4 * 4
-    assert work.num_bytes == sum(work.bytes_by_scope.values())
+    condition, branch = 1 + 1, 2 * 4 * 4
+    put = 2 * 4 * 4 + 4  # not the pool
+    # Nothing of the kernel: its text does not show what it reads.
+    assert work.num_bytes == (8 + 1) * taken + 2 * condition + branch + put
 
 
 def test_shapes_have_the_bytes_of_their_types_and_tuples_of_all_parts() -> None:
@@ -96,7 +88,7 @@ def test_shapes_have_the_bytes_of_their_types_and_tuples_of_all_parts() -> None:
 
 def test_what_is_not_a_compiled_module_is_refused() -> None:
     with pytest.raises(ValueError, match="no entry computation"):
-        count("HloModule nothing", lambda _: 1)
+        count("HloModule nothing")
 
 
 @pytest.mark.skipif(find_spec("jax_plugins") is not None, reason="the packages are here")
