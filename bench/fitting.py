@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -37,9 +37,9 @@ def pool_pages(shape: Shape) -> int:
     )
 
 
-def model_of(shape: Shape) -> Model:
-    """The network of the shape on the first device."""
-    mesh = make_mesh(1, 1, jax.devices()[:1])
+def model_of(shape: Shape, device: Any = None) -> Model:
+    """The network of the shape on this device; None: on the first."""
+    mesh = make_mesh(1, 1, [device or jax.devices()[0]])
     sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
     return Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
 

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -78,10 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotImplementedError as error:
         print(f"gpu_compile: {error}", file=sys.stderr)
         return 2
-    surroundings = describe(with_jax=False)
-    surroundings = type(surroundings)(
-        surroundings.commit, f"compiled for {device.device_kind}", surroundings.versions
-    )
+    surroundings = replace(describe(with_jax=False), device=f"compiled for {device.device_kind}")
     report = Report("gpu_compile", surroundings, 0, args.json)
     for name in args.shape or GPU_SHAPES:
         shape = SHAPES[name]
@@ -117,15 +115,12 @@ class CompileBench:
     def __init__(self, report: Report, shape: Shape, device: Any, folder: Path | None) -> None:
         import jax
 
+        from bench.fitting import model_of
         from model.kv import abstract_pool
-        from model.sharding import make_mesh
-        from model.transformer import Model
 
         self.report, self.shape, self.folder = report, shape, folder
-        mesh = make_mesh(1, 1, [device])
-        sizes = shape.dtype, shape.page_size
-        codes = shape.codes or "fp8"
-        self.model = Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
+        self.model = model_of(shape, device)
+        mesh = self.model.mesh
         self.params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding(mesh)),
             self.model.param_leaves(),

@@ -97,7 +97,7 @@ def _other_shape(report: Report, shape: Shape, budget_s: float, allowance: Allow
 
     shape = replace(_fitted(report, shape), chunks=shape.chunks[-1:])
     ceilings = measure_ceilings(report, shape.dtype, budget_s)
-    bench = KernelBench(report, shape, ceilings, budget_s, allowance=allowance)
+    bench = KernelBench(report, shape, ceilings, budget_s, allowance)
     tasks: dict[str, Callable[[], bool | None]] = {
         "steps and chunk": partial(bench.measure, STEPS),
         "attention and experts": partial(bench.measure, ("attention", "experts")),

@@ -86,7 +86,6 @@ class KernelBench:
         shape: Shape,
         ceilings: Ceilings,
         budget_s: float,
-        seed: int = 0,
         allowance: Allowance = ENDLESS,
     ) -> None:
         self.report = report
@@ -95,9 +94,9 @@ class KernelBench:
         self.budget_s = budget_s
         self.allowance = allowance
         self.compiling_s = 0.0  # the longest so far: compiling cannot be cut short
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(report.seed)
         self.model = model_of(shape)
-        self.params = random_params(self.model, seed)
+        self.params = random_params(self.model, report.seed)
         self.pages_per_slot = context_pages(shape)
         self.num_pages = pool_pages(shape)
         self.pool = init_pool(self.model.kv_spec(), self.num_pages, self.model.mesh)
@@ -358,6 +357,11 @@ class KernelBench:
         """Arguments of `last_logits` after parameters and pool."""
         return (self._chunk(tokens),)
 
+    def program(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+        """`greedy_step` or `last_logits` of this network. args: after parameters and pool."""
+        taken = (self.params, self.pool, *args)
+        return Program(name, partial(function, self.model), taken, donate=(1,))
+
     def _table(self, contexts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Positions i32[slots] and page tables i32[slots, table_pages], pages scattered."""
         positions = np.array(contexts, np.int32)
@@ -406,8 +410,7 @@ class KernelBench:
         tokens: int,
     ) -> Case:
         """A step or a chunk. tokens: its number of slots or tokens; unit says which."""
-        taken = (self.params, self.pool, *args)
-        program = Program(name, partial(function, self.model), taken, donate=(1,))
+        program = self.program(name, function, args)
         return Case(name, program, [args], cost, {unit: tokens}, tokens)
 
     def _piece(
@@ -463,7 +466,7 @@ def run(
 ) -> None:
     """Measure the ceilings, then the parts asked for."""
     ceilings = measure_ceilings(report, shape.dtype, budget_s)
-    bench = KernelBench(report, shape, ceilings, budget_s, report.seed, allowance)
+    bench = KernelBench(report, shape, ceilings, budget_s, allowance)
     for together in (STEPS, PIECES):
         bench.measure(part for part in together if part in parts)
     if "pages" in parts:

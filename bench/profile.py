@@ -6,8 +6,7 @@ On a CPU the events are those of threads, which run side by side, so their times
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -41,10 +40,10 @@ def profile_steps(bench: KernelBench, slots: Iterable[int], chunks: Iterable[int
     cases: list[tuple[str, Program, tuple[Any, ...], dict[str, int]]] = []
     for count in slots:
         args, sizes = bench.step_args(count), {"slots": count}
-        cases.append((f"step x{count}", _program(bench, greedy_step, args), args, sizes))
+        cases.append((f"step x{count}", bench.program("step", greedy_step, args), args, sizes))
     for tokens in chunks:
         args, sizes = bench.chunk_args(tokens), {"tokens": tokens}
-        cases.append((f"chunk {tokens}", _program(bench, last_logits, args), args, sizes))
+        cases.append((f"chunk {tokens}", bench.program("chunk", last_logits, args), args, sizes))
     compile_all([program for _, program, _, _ in cases], _OPTIONS)
     for case, program, args, sizes in cases:
         for scope, (launches, seconds) in _traced(bench, program, args).items():
@@ -52,11 +51,6 @@ def profile_steps(bench: KernelBench, slots: Iterable[int], chunks: Iterable[int
             name = f"{bench.shape.name} {case}: {scope}"
             bench.report.add(name, "time", seconds * 1e3, "ms", shapes=shapes)
             bench.report.add(name, "launches", launches, "count", shapes=shapes)
-
-
-def _program(bench: KernelBench, function: Callable[..., Any], args: tuple[Any, ...]) -> Program:
-    taken = (bench.params, bench.pool, *args)
-    return Program(function.__name__, partial(function, bench.model), taken, donate=(1,))
 
 
 def _traced(bench: KernelBench, program: Program, args: tuple[Any, ...]) -> dict[str, Spent]:
