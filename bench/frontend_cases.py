@@ -67,11 +67,9 @@ class Design:
 
 _PRODUCT = "serving"
 _FLOOR = "bench.frontend_floor"
+ALL = Design("all", _PRODUCT)  # the product as it is
 AUTO = Design("auto", _PRODUCT, ("--stream-interval", "auto"), interval=0)
-RESPONSES = Design("responses", _PRODUCT, dialect=_RESPONSES)
-FLOOR = Design("floor", _FLOOR)
 NATIVE_FLOOR = Design("native floor", _FLOOR)
-COMPARED = [Design(name, "bench.frontend_designs", ("--design", name)) for name in DESIGNS]
 PEERS = (
     Design("sglang", "bench.frontend_sglang"),
     Design(
@@ -79,20 +77,22 @@ PEERS = (
     ),
 )
 PEER_NAMES = tuple(peer.name for peer in PEERS)
-DESIGN_NAMES = (
-    *DESIGNS,
-    "all",
-    AUTO.name,
-    RESPONSES.name,
-    *PEER_NAMES,
-    FLOOR.name,
-    NATIVE_FLOOR.name,
+# In the order in which they are measured.
+_KNOWN = (
+    *(Design(name, "bench.frontend_designs", ("--design", name)) for name in DESIGNS),
+    ALL,
+    AUTO,
+    Design("responses", _PRODUCT, dialect=_RESPONSES),
+    *PEERS,
+    Design("floor", _FLOOR),
+    NATIVE_FLOOR,
 )
+DESIGN_NAMES = tuple(design.name for design in _KNOWN)
 
 
 def all_of(interval: int) -> Design:
-    """The product as it is."""
-    return Design("all" if interval == 1 else f"all, interval {interval}", _PRODUCT, (), interval)
+    """The product with this many tokens an event."""
+    return ALL if interval == 1 else Design(f"all, interval {interval}", _PRODUCT, (), interval)
 
 
 # Naive first: it is the baseline. A cell costs what its slowest design takes, so not every design
@@ -166,16 +166,10 @@ def _check(args: argparse.Namespace) -> None:
 def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple[Design, ...]:
     """The designs named, in the order of DESIGN_NAMES; `all` once for each interval."""
     found: list[Design] = []
-    for name in DESIGN_NAMES:
-        if name not in names:
+    for design in _KNOWN:
+        if design.name not in names or (design == AUTO and pace == "saturated"):
             continue
-        if name == "all":
-            found += map(all_of, sorted(set(intervals)))
-        elif name == AUTO.name:
-            found += [AUTO] if pace != "saturated" else []
-        else:
-            single = (*COMPARED, RESPONSES, *PEERS, FLOOR, NATIVE_FLOOR)
-            found += [design for design in single if design.name == name]
+        found += map(all_of, sorted(set(intervals))) if design == ALL else [design]
     return tuple(found)
 
 
