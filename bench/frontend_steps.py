@@ -62,38 +62,33 @@ class Way(Protocol):
         ...
 
 
-class Pacer:
-    """Sends the steps of a round: by the clock, as the client keeps up, or all at once."""
+async def pace(way: Way, current: Round, steering: socket.socket) -> None:
+    """Send all tokens after the first, as frontend_plan.Drive says."""
+    await current.complete.wait()
+    cell = current.cell
+    next_s = time.monotonic()
+    held_pieces = 1
+    for token_idx in range(1, cell.output_tokens):
+        current.step_s.append(time.monotonic())
+        way.emit(token_idx)
+        if cell.drive == "paced":
+            next_s += cell.step_s
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            continue
+        await asyncio.sleep(0)  # for the step to leave
+        if cell.drive == "backlog":
+            continue
+        pieces = pieces_of(token_idx + 1, cell.interval)
+        if pieces > held_pieces and token_idx < cell.output_tokens - 1:
+            held_pieces = pieces
+            await _held(steering, cell.num_streams * (1 + pieces) - cell.num_streams // 4)
 
-    def __init__(self, way: Way, steering: socket.socket) -> None:
-        self._way = way
-        self._steering = steering
 
-    async def steps(self, current: Round) -> None:
-        """All tokens after the first, as frontend_plan.Drive says."""
-        await current.complete.wait()
-        cell = current.cell
-        next_s = time.monotonic()
-        held_pieces = 1
-        for token_idx in range(1, cell.output_tokens):
-            current.step_s.append(time.monotonic())
-            self._way.emit(token_idx)
-            if cell.drive == "paced":
-                next_s += cell.step_s
-                await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-                continue
-            await asyncio.sleep(0)  # for the step to leave
-            if cell.drive == "backlog":
-                continue
-            pieces = pieces_of(token_idx + 1, cell.interval)
-            if pieces > held_pieces and token_idx < cell.output_tokens - 1:
-                held_pieces = pieces
-                await self._held(cell.num_streams * (1 + pieces) - cell.num_streams // 4)
-
-    async def _held(self, num_events: int) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._steering, STEER.pack(num_events))
-        await loop.sock_recv(self._steering, 1)
+async def _held(steering: socket.socket, num_events: int) -> None:
+    """Wait until the client holds so many events."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(steering, STEER.pack(num_events))
+    await loop.sock_recv(steering, 1)
 
 
 async def serve(steering: socket.socket, way_of: Callable[[dict[str, Any]], Way]) -> None:
@@ -101,7 +96,6 @@ async def serve(steering: socket.socket, way_of: Callable[[dict[str, Any]], Way]
     steering.setblocking(False)
     way = way_of(await asyncio.to_thread(told))
     say(**await way.start())
-    pacer = Pacer(way, steering)
     while ask := await asyncio.to_thread(told):
         current = way.begin(Cell(**ask["cell"]))
         say(ready=True)
@@ -110,7 +104,7 @@ async def serve(steering: socket.socket, way_of: Callable[[dict[str, Any]], Way]
         patience_s = _PATIENCE_S + cell.output_tokens * cell.step_s
         try:
             async with asyncio.timeout(patience_s):
-                await pacer.steps(current)
+                await pace(way, current, steering)
         except TimeoutError:
             say(error=f"{len(current.step_s)} steps left in {patience_s:g} s, and no more")
             return

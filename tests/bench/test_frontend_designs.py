@@ -22,7 +22,7 @@ from bench.frontend_designs import DESIGNS, http_config, main
 from bench.frontend_engine import Workers
 from bench.frontend_plan import Cell
 from bench.frontend_rows import Measured, report_case
-from bench.frontend_steps import Pacer
+from bench.frontend_steps import pace
 from bench.frontend_typed import TypedEvents
 from bench.report import Report
 from bench.surroundings import Surroundings
@@ -241,7 +241,7 @@ async def test_in_backlog_all_steps_leave_and_nothing_is_waited_for():
         current = way.begin(Cell(2, 5, 1, "backlog"))
         current.begin([0, 1], 0.0)
         current.ready(2)
-        await asyncio.wait_for(Pacer(way, ours).steps(current), 5.0)
+        await asyncio.wait_for(pace(way, current, ours), 5.0)
         assert left == [1, 2, 3, 4]
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):  # the client's socket was not read
