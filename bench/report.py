@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from bench.surroundings import Surroundings
 
 Direction = Literal["higher", "lower", "neither"]
+Verdict = Literal["better", "worse", "same", "differs", "only before", "only after"]
 
 # Which way is better. A unit that is not here cannot be reported.
 UNITS: dict[str, Direction] = {
@@ -47,6 +48,15 @@ class BadRows(ValueError):
     """A file of rows that cannot be read; the message names file and line."""
 
 
+class Key(NamedTuple):
+    """What makes two rows of two runs the same measurement."""
+
+    bench: str
+    case: str
+    metric: str
+    unit: str
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured value. ratio = value / baseline, both from the same run."""
@@ -71,9 +81,8 @@ class Row:
             raise ValueError(f"{self.bench} {self.case} {self.metric}: value is {self.value}")
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        """What makes two rows of two runs the same measurement."""
-        return (self.bench, self.case, self.metric, self.unit)
+    def key(self) -> Key:
+        return Key(self.bench, self.case, self.metric, self.unit)
 
     def to_json(self) -> str:
         """One line; absent optional fields are left out."""
@@ -179,10 +188,10 @@ def read_rows(path: Path) -> list[Row]:
 class Change:
     """One measurement in two runs; None for a run without it."""
 
-    key: tuple[str, str, str, str]
+    key: Key
     before: float | None
     after: float | None
-    verdict: Literal["better", "worse", "same", "differs", "only before", "only after"]
+    verdict: Verdict
 
     @property
     def ratio(self) -> float | None:
@@ -202,8 +211,8 @@ def compare(before: Iterable[Row], after: Iterable[Row], tolerance: float = 0.05
     ]
 
 
-def _medians(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], float]:
-    values: dict[tuple[str, str, str, str], list[float]] = {}
+def _medians(rows: Iterable[Row]) -> dict[Key, float]:
+    values: dict[Key, list[float]] = {}
     for row in rows:
         values.setdefault(row.key, []).append(row.value)
     return {key: statistics.median(found) for key, found in values.items()}
@@ -226,9 +235,9 @@ def differences(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
     return told + [f"{said} (measurements: {count})" for said, count in sorted(counts.items())]
 
 
-def _conditions(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
+def _conditions(rows: Iterable[Row]) -> dict[Key, list[dict[str, Any]]]:
     """The conditions that were asked for, of all rows of each measurement."""
-    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    found: dict[Key, list[dict[str, Any]]] = {}
     for row in rows:
         asked = {name: value for name, value in row.shapes.items() if name not in _FOUND}
         found.setdefault(row.key, []).append({"device": row.device, "seed": row.seed, **asked})
@@ -243,12 +252,7 @@ def _listed(values: Iterable[str]) -> str:
     return " and ".join(sorted(values))
 
 
-def _verdict(
-    key: tuple[str, str, str, str],
-    old: dict[tuple[str, str, str, str], float],
-    new: dict[tuple[str, str, str, str], float],
-    tolerance: float,
-) -> Any:
+def _verdict(key: Key, old: dict[Key, float], new: dict[Key, float], tolerance: float) -> Verdict:
     if key not in new:
         return "only before"
     if key not in old:
@@ -256,7 +260,7 @@ def _verdict(
     before, after = old[key], new[key]
     if abs(after - before) <= tolerance * abs(before):
         return "same"
-    direction = UNITS[key[3]]
+    direction = UNITS[key.unit]
     if direction == "neither":
         return "differs"
     return "better" if (after > before) == (direction == "higher") else "worse"
