@@ -21,7 +21,6 @@ from serving.demo import demo_model_path
 from transfer import flags, open_files
 from transfer.errors import ConfigError
 
-TRANSFER_BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
 ROUTING_PARTS = (*LENGTHS, "registry", "processes")
 
 
@@ -97,7 +96,7 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
         "--only", action="append", metavar="WORKLOAD", help="small, a, b or c; repeatable"
     )
     parser.add_argument(
-        "--backend", action="append", choices=(*TRANSFER_BACKENDS, "nixl"), help="repeatable"
+        "--backend", action="append", choices=("shm", "tcp", "nixl"), help="repeatable"
     )
     parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="seconds per measurement")
     parser.add_argument(
@@ -252,16 +251,10 @@ def run(args: argparse.Namespace) -> int:
             kernels.run(report, SHAPES[args.shape], args.only or KERNEL_PARTS, args.budget_s)
             return 0
         if args.bench_command == "transfer":
-            from bench.transfer import WORKLOADS
-            from bench.transfer import run as run_transfer
+            from bench import transfer
 
-            run_transfer(
-                report,
-                args.only or tuple(WORKLOADS),
-                args.budget_s,
-                args.backend or TRANSFER_BACKENDS,
-                args.rounds,
-            )
+            names, backends = args.only or transfer.WORKLOADS, args.backend or transfer.BACKENDS
+            transfer.run(report, [*names], args.budget_s, backends, args.rounds)
             return 0
         if args.bench_command == "frontend":
             from bench import frontend

@@ -42,7 +42,7 @@ from transfer.tcp import TcpSender
 
 TOKEN = "bench"
 OUTSTANDING = (1, 8)
-BACKENDS = ("shm", "tcp")
+BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
 MAX_FRAME_BYTES = 16 << 20
 WARM_UPS = 4
 CPU = "CPU s/GB"
