@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.frontend_plan import REQUESTED, STEP, Cell, inherited_socket, stream_of
+from bench.frontend_plan import (
+    CONTEXT_LENGTH,
+    HOST,
+    REQUESTED,
+    STEP,
+    Cell,
+    inherited_socket,
+    stream_of,
+)
 from bench.frontend_steps import Round, Way, run
 from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
@@ -24,8 +32,6 @@ from transfer.emit import Rows, StepEmitter
 from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
 
-HOST = "127.0.0.1"
-CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
 _LEASE_TTL_S = 60.0  # long: workers die with their registry, so only a stalled host could end one
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)

@@ -19,6 +19,7 @@ import orjson
 import uvloop
 
 from bench.frontend_plan import (
+    HOST,
     REQUESTED,
     STEP,
     TOKEN_CHARS,
@@ -173,7 +174,7 @@ async def serve(engine: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     floor = Floor()
     await loop.create_connection(lambda: _Engine(floor), sock=engine)
-    server = await loop.create_server(lambda: _Request(floor), "127.0.0.1", 0, backlog=4096)
+    server = await loop.create_server(lambda: _Request(floor), HOST, 0, backlog=4096)
     setup = await asyncio.to_thread(told)
     say(port=server.sockets[0].getsockname()[1], pid=os.getpid())
     while ask := await asyncio.to_thread(told):

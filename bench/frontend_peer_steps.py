@@ -15,9 +15,6 @@ from bench.endings import end_with
 from bench.frontend_plan import Cell, inherited_socket, stream_of, token_at
 from bench.frontend_steps import Round, run
 
-HOST = "127.0.0.1"
-CONTEXT_LENGTH = 4096
-
 
 class Messages(Protocol):
     """The messages between a front end and its engine. Requests are of the front end's own type."""

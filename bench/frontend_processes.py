@@ -22,6 +22,7 @@ from bench.client import Server
 from bench.endings import deaf_children, lifeline
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
+from bench.frontend_plan import HOST
 from bench.serve import NoServer, not_ready, parse_url, wait_ready
 from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
@@ -257,7 +258,7 @@ def _floor(texts: list[str], binary: str | None) -> Iterator[Target]:
     ):
         served = floor.ask(texts=texts)
         load.engine.ask()
-        yield Target(Server("127.0.0.1", served["port"]), served["pid"], load, floor)
+        yield Target(Server(HOST, served["port"]), served["pid"], load, floor)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, main, tell_addresses
+from bench.frontend_peer_steps import main, tell_addresses
+from bench.frontend_plan import CONTEXT_LENGTH, HOST
 
 _PROMPT_TAIL = 5  # last ids of a prompt, which SGLang's scheduler sends the detokenizer at first
 

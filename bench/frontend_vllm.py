@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bench.frontend_peer_steps import HOST, main, tell_addresses
+from bench.frontend_peer_steps import main, tell_addresses
+from bench.frontend_plan import HOST
 
 _RANK = (0).to_bytes(2, "little")  # the identity of the only engine
 _NAME = re.compile("chatcmpl-(.*)-.*")  # vLLM's name of a request, around the client's name
