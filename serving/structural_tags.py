@@ -29,6 +29,9 @@ from serving.tokenizer import Tokenizer
 from transfer.wire import MAX_GRAMMAR_BYTES
 
 _MAX_PARTS: Final = 512
+# Characters that writing may handle, on the event loop: a tag of some kilobytes can name a thousand
+# ends after each of a thousand formats.
+_MAX_WORK: Final = 8 * MAX_GRAMMAR_BYTES
 _TEXT: Final = "TEXT: /(?s:.*)/"
 
 # Texts that end what comes before them. Empty: the end of the answer does. None: something that is
@@ -155,9 +158,9 @@ def structural_tag_form(name: str, asked: str | Mapping[str, Any], tokenizer: To
         tag = msgspec.convert(document, StructuralTag)
     except (msgspec.DecodeError, RecursionError) as error:
         raise wrong(name, f"expected a structural tag: {error}") from error
-    writer = _Writer(tokenizer)
+    writer = _Writer(tokenizer, name)
     try:
-        start = writer.whole(tag, name)
+        start = writer.whole(tag)
     except RecursionError as error:
         raise wrong(name, "it is nested too deeply") from error
     lines = [f"start: {start}", _TEXT, *writer.lines]
@@ -167,9 +170,10 @@ def structural_tag_form(name: str, asked: str | Mapping[str, Any], tokenizer: To
 class _Writer:
     """Writes expressions of Lark, and collects the rules and the grammars that they name."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self.lines: list[str] = []
         self.parts: list[Part] = []
+        self._name = name
         self._markers = tokenizer.markers
         self._shown = {i for i in self._markers.values() if i not in tokenizer.special_ids}
         # The longest first: one marker may begin with another.
@@ -177,31 +181,38 @@ class _Writer:
         self._marker = re.compile(f"({'|'.join(map(re.escape, longest))})" if longest else "(?!)")
         self._names: dict[str, str] = {}
         self._left = MAX_GRAMMAR_BYTES  # for all parts together; writing stops where they exceed it
+        self._work_left = _MAX_WORK
 
-    def whole(self, tag: StructuralTag, name: str) -> str:
+    def whole(self, tag: StructuralTag) -> str:
+        name = self._name
         if tag.format is not None and tag.structures is None and tag.triggers is None:
             return self.then(tag.format, (), f"{name}.format")
         if tag.format is None and tag.structures is not None and tag.triggers is not None:
-            placed = _placed(tag.structures, f"{name}.structures")
+            placed = self._placed(tag.structures, f"{name}.structures")
             return self._triggered(tag.triggers, placed, (), name)
         raise wrong(name, "expected either format, or structures and triggers")
 
     def then(self, form: Format, ends: Ends, place: str) -> str:
         """The expression of a format and of what ends it."""
+        expression = self._then(form, ends, place)
+        self._work(len(expression))
+        return expression
+
+    def _then(self, form: Format, ends: Ends, place: str) -> str:
         match form:
             case AnyText(excludes):
                 return self._free(self._text_before(ends or (), excludes), ends, place)
             case TriggeredTags(triggers, tags, at_least_one, stop_after_first, excludes):
-                placed = _placed(tags, f"{place}.tags")
+                placed = self._placed(tags, f"{place}.tags")
                 return self._triggered(
                     triggers, placed, ends, place, at_least_one, stop_after_first, excludes
                 )
             case Sequenced(elements) if elements:
-                *before, (where, last) = _placed(elements, f"{place}.elements").items()
+                *before, (where, last) = self._placed(elements, f"{place}.elements").items()
                 written = [self.then(each, None, path) for path, each in before]
                 return " ".join([*written, self.then(last, ends, where)])
             case Or(elements) if elements:
-                either = _placed(elements, f"{place}.elements").items()
+                either = self._placed(elements, f"{place}.elements").items()
                 return _any(self.then(each, ends, path) for path, each in either)
             case Optional(content):
                 given, closing = self.then(content, ends, f"{place}.content"), self._closing(ends)
@@ -237,7 +248,7 @@ class _Writer:
             case Tag():
                 return self._tag(form, None, place)
             case TagsWithSeparator(tags, separator, at_least_one, stop_after_first):
-                placed = _placed(tags, f"{place}.tags")
+                placed = self._placed(tags, f"{place}.tags")
                 one = _any(self._tag(tag, None, where) for where, tag in placed.items())
                 if not stop_after_first:
                     one = f"{one} ({self._text(separator)} {one})*"
@@ -275,6 +286,7 @@ class _Writer:
     ) -> str:
         """Free text and tags in turns. tags: by their place."""
         after: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        self._work(len(tags) * len(after))
         for where, tag in tags.items():
             trigger = self._trigger_of(tag.begin, after, where)
             after[trigger].append(self._tag(tag, None, where, tag.begin.removeprefix(trigger)))
@@ -318,7 +330,7 @@ class _Writer:
         found = [self._marker.search(each) for each in (*ends, *excludes)]
         ids = self._shown - {self._markers[marker[0]] for marker in found if marker}
         between = f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
-        return _FreeText(terminal, f"({terminal} {between})*" if ids else "")
+        return _FreeText(terminal, self._rule(f"({terminal} {between})*") if ids else "")
 
     def _free(self, text: "_FreeText", ends: Ends, place: str) -> str:
         """The expression of free text and of what ends it."""
@@ -344,6 +356,7 @@ class _Writer:
         return self._rule(_any(map(self._text, ends))) if ends else ""
 
     def _text(self, text: str) -> str:
+        self._work(len(text))
         pieces = [piece for piece in self._marker.split(text) if piece]
         return " ".join(
             f"<[{self._markers[piece]}]>" if piece in self._markers else quoted_terminal(piece)
@@ -362,8 +375,20 @@ class _Writer:
         self.parts.append(part)
         return f"@{part.rules['name']}"
 
+    def _placed[T](self, items: Sequence[T], place: str) -> dict[str, T]:
+        """The items of a list, each by its path in the request."""
+        self._work(len(items) * len(place))
+        return {f"{place}[{i}]": item for i, item in enumerate(items)}
+
+    def _work(self, characters: int) -> None:
+        """Count work before, or just after, it is done. Raises ApiError when it is too much."""
+        self._work_left -= characters
+        if self._work_left < 0:
+            raise wrong(self._name, "it is too long, or has too many ends for too many formats")
+
     def _rule(self, body: str, head: str = "rule{}") -> str:
         """The name of a rule with this body. head: its name and options; {} is a number."""
+        self._work(len(body))
         rule = f"{head}: {body}"
         if rule not in self._names:
             head = head.format(len(self._names))
@@ -377,11 +402,6 @@ class _FreeText(NamedTuple):
 
     terminal: str
     before: str
-
-
-def _placed[T](items: Sequence[T], place: str) -> dict[str, T]:
-    """The items of a list, each by its path in the request."""
-    return {f"{place}[{i}]": item for i, item in enumerate(items)}
 
 
 def _any(expressions: Iterable[str]) -> str:

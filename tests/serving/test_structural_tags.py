@@ -415,6 +415,32 @@ def test_a_tag_that_is_too_much_is_refused() -> None:
         structural_tag_form("structural_tag", tag_of(deep), PLAIN)
 
 
+@pytest.mark.parametrize("content", [ANY_TEXT, {"type": "optional", "content": const("x")}])
+def test_many_ends_of_many_formats_are_too_much(content: Any) -> None:
+    """Each of a thousand formats would name each of a thousand ends."""
+    many = {"type": "or", "elements": [content] * 1000}
+    asked = tag_of(tag("<a>", many, [f"<{number}>" for number in range(1000)]))
+    with pytest.raises(ApiError, match="structural_tag: it is too long, or has too many ends"):
+        structural_tag_form("structural_tag", asked, PLAIN)
+
+
+def test_many_tags_of_many_triggers_are_too_much() -> None:
+    names = [f"<{number}>" for number in range(2000)]
+    tags = [tag(name, const("x"), "") for name in names]
+    form = {"type": "triggered_tags", "triggers": names, "tags": tags}
+    with pytest.raises(ApiError, match="structural_tag: it is too long"):
+        structural_tag_form("structural_tag", tag_of(form), PLAIN)
+
+
+async def test_the_tokens_that_free_text_may_hold_are_written_once() -> None:
+    """Some models have a thousand tokens that are shown and end nothing."""
+    texts = Texts(tuple(f"<m{number}>" for number in range(1000)), special=False)
+    tags = [tag(f"<f{number}>", ANY_TEXT, f"</f{number}>") for number in range(50)]
+    form = {"type": "triggered_tags", "triggers": ["<f"], "tags": tags}
+    grammar = await grammar_of(texts, tag_of(form))
+    assert texts.takes(grammar, "a<m1>b<f7>c<m2></f7>d<m3>")
+
+
 async def test_repeated_ends_do_not_make_a_grammar_grow_with_its_depth() -> None:
     deep: Any = ANY_TEXT
     for _ in range(20):
