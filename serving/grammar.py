@@ -23,6 +23,13 @@ from transfer.wire import MAX_GRAMMAR_BYTES
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_GBNF_CHARACTERS = 16 << 10  # read in Python, at some 3 us each
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# Where only one text can come next, llguidance writes it ahead, at once. It has no bound: after
+# /x+/ that "x" should follow, it would write for ever, in a worker's only thread. One grammar that
+# forbids it does so for all that it is sent with.
+_UNFORCED: Final = {
+    "name": "unforced",
+    "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""',
+}
 _GBNF_ESCAPE = re.compile(r"\\(?:\\|-|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
@@ -98,7 +105,7 @@ def _any_of(parts: Sequence[Part]) -> str:
 
 def _text(grammars: Sequence[Mapping[str, Any]]) -> str:
     """The grammars as JSON, in ASCII."""
-    return json.dumps({"grammars": grammars})
+    return json.dumps({"grammars": [*grammars, _UNFORCED]})
 
 
 def wrong(name: str, message: str) -> ApiError:

@@ -1,6 +1,7 @@
 """Answers that may have calls: those of strict functions fit their parameters."""
 
 import asyncio
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -144,7 +145,8 @@ async def test_only_the_schema_of_a_strict_function_must_be_one_that_can_be_foll
     async def tried(tools: list[Any]) -> None:
         form = strict_calls_form(parsing_of("qwen"), tools, tokenizer, PLACES)
         assert form is not None
-        await grammar_text(form, GrammarTrial(MODEL_PATH))
+        with closing(GrammarTrial(MODEL_PATH)) as trial:
+            await grammar_text(form, trial)
 
     await tried([TOOLS[0], loose])
     with pytest.raises(ApiError, match=r"^tools\[0\].function.parameters: of 'ferry_times'"):

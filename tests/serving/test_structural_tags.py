@@ -1,6 +1,7 @@
 """Structural tags: which texts they take, with tokens for their markers and without."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import llguidance
@@ -37,6 +38,12 @@ WEATHER = '<function=weather>{"city": "Rome"}</function>'
 TIME = '<function=time>{"hour": 3}</function>'
 PLAIN = Texts().tokenizer
 TRIAL = GrammarTrial(MODEL_PATH)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    TRIAL.close()
 
 
 class Untried(GrammarTrial):
@@ -302,6 +309,23 @@ async def test_it_may_stand_where_openais_and_vllms_clients_put_it(
     form = form_of(fields_of(ChatFields, **given), None, [EOS], PLAIN)
     assert isinstance(form, Form)
     assert spelling.takes(await grammar_text(form, TRIAL), WEATHER)
+
+
+async def test_a_form_that_cannot_end_costs_no_more_than_others(spelling: Texts) -> None:
+    """After /x+/ no "x" ever comes. What must come next for ever is not written ahead of its time:
+    that would not return, in a worker that serves others."""
+    elements = [{"type": "regex", "pattern": each} for each in ("[0-9]{3}", "x+")]
+    asked = tag_of({"type": "sequence", "elements": [*elements, const("x")]})
+    for form in (
+        structural_tag_form("structural_tag", asked, PLAIN),
+        form_of(fields_of(ChatFields, ebnf='start: /x+/ "x"'), None, [EOS], PLAIN),
+    ):
+        assert isinstance(form, Form)
+        grammar = await grammar_text(form, TRIAL)
+        assert "no_forcing" in grammar
+        *ids, last = spelling.drawn_ids(grammar, seed=0, most=20)
+        assert len(ids) == 19
+        assert last != EOS
 
 
 # --- what is refused ------------------------------------------------------------------------------
