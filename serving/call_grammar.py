@@ -205,8 +205,11 @@ def _mistral(names: Sequence[str], one: bool, mark: Mark, tokenizer: Tokenizer) 
         listed = _several("tool", '", "', one)
         return [f'start: {begin} "[" {listed} "]"', *_tools(_json_tool("arguments"), names)]
 
+    has_ids = tokenizer.token_id("[CALL_ID]") is not None  # some models write one with each call
+    call_id = f"({mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?" if has_ids else ""
+
     def write(name: str, args: str) -> str:
-        return f"{quoted_terminal(name)} {mark('[ARGS]')} {args}"
+        return f"{quoted_terminal(name)} {call_id} {mark('[ARGS]')} {args}"
 
     return [f"start: {_several('call', '', one)}", f"call: {begin} tool", *_tools(write, names)]
 

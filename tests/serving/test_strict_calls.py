@@ -99,6 +99,16 @@ async def test_one_call_is_made_where_no_more_are_wanted(texts: Texts) -> None:
     assert not texts.takes(grammar, f"{RIGHT}{RIGHT}")
 
 
+async def test_a_call_of_mistral_may_have_an_id_where_the_model_has_a_token_for_it() -> None:
+    call = '[TOOL_CALLS]ferry_times{}[ARGS]{{"day": 1}}'
+    with_id, without = call.format("[CALL_ID]a1B2c3D4e"), call.format("")
+    texts = Texts((*MARKERS, "[CALL_ID]"))
+    grammar = await grammar_of(texts, "mistral")
+    assert texts.takes(grammar, f"I look.{with_id}{without}")
+    assert not texts.takes(grammar, call.format("[CALL_ID]"))
+    assert "CALL_ID" not in await grammar_of(Texts(MARKERS), "mistral")
+
+
 async def test_gpt_oss_may_think_and_speak_before_it_calls(texts: Texts) -> None:
     grammar = await grammar_of(texts, "gpt-oss")
     again = "<|end|><|start|>assistant"
