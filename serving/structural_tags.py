@@ -314,6 +314,7 @@ class _Writer:
             what = f"expected to begin with one of the triggers, got {quoted(begin)}"
             raise wrong(f"{place}.begin", what)
         (trigger,) = fitting
+        self._search(begin)
         for marker in self._marker.finditer(begin):
             # Free text holds no such token, so nothing but the tag could follow it.
             if marker.start() < len(trigger) and marker.end() != len(trigger):
@@ -323,6 +324,9 @@ class _Writer:
 
     def _text_before(self, ends: Iterable[str], excludes: Sequence[str]) -> "_FreeText":
         """Free text that one of these ends."""
+        ends = tuple(ends)
+        for each in (*ends, *excludes):
+            self._search(each)
         terminal = "TEXT"
         if spelled := [each for each in excludes if each and not self._marker.search(each)]:
             without = " | ".join(map(quoted_terminal, spelled))
@@ -356,7 +360,7 @@ class _Writer:
         return self._rule(_any(map(self._text, ends))) if ends else ""
 
     def _text(self, text: str) -> str:
-        self._work(len(text))
+        self._search(text)
         pieces = [piece for piece in self._marker.split(text) if piece]
         return " ".join(
             f"<[{self._markers[piece]}]>" if piece in self._markers else quoted_terminal(piece)
@@ -379,6 +383,10 @@ class _Writer:
         """The items of a list, each by its path in the request."""
         self._work(len(items) * len(place))
         return {f"{place}[{i}]": item for i, item in enumerate(items)}
+
+    def _search(self, text: str) -> None:
+        """Count the work of a search for markers: at each "<" the search tries all of them."""
+        self._work(len(text) + text.count("<") * len(self._markers) // 8)
 
     def _work(self, characters: int) -> None:
         """Count work before, or just after, it is done. Raises ApiError when it is too much."""

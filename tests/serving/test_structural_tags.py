@@ -448,6 +448,13 @@ def test_many_ends_of_many_formats_are_too_much(content: Any) -> None:
         structural_tag_form("structural_tag", asked, PLAIN)
 
 
+def test_much_that_may_be_a_token_is_too_much() -> None:
+    texts = Texts(tuple(f"<m{number}>" for number in range(500)))
+    for form in (ANY_TEXT | {"excludes": ["<m" * 40_000]}, const("<m" * 40_000)):
+        with pytest.raises(ApiError, match="structural_tag: it is too long"):
+            structural_tag_form("structural_tag", tag_of(form), texts.tokenizer)
+
+
 def test_many_tags_of_many_triggers_are_too_much() -> None:
     names = [f"<{number}>" for number in range(2000)]
     tags = [tag(name, const("x"), "") for name in names]
