@@ -108,7 +108,7 @@ def strict_calls_form(
     if parsing.tool_calls == "gpt-oss":
         if "<|channel|>" not in tokenizer.markers:
             return None
-        lines = _harmony_answer(names, mark, tokenizer)
+        lines = _harmony_answer(names, mark)
     else:
         written = CALL_FORMATS[parsing.tool_calls]
         first = (*written.around, written.begin)[0]
@@ -119,7 +119,7 @@ def strict_calls_form(
         others = {
             token_id
             for marker, token_id in tokenizer.markers.items()
-            if marker not in written.markers and token_id not in tokenizer.special_ids
+            if marker not in written.markers
         }
         text = f"({_TEXT} <[{','.join(map(str, sorted(others)))}]>)* {_TEXT}" if others else _TEXT
         calls = start.replace("start", "calls", 1)
@@ -257,17 +257,19 @@ def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[s
     return [f"start: {mark('<|channel|>')} tool", *_tools(write, names)]
 
 
-def _harmony_answer(names: Sequence[str], mark: Mark, tokenizer: Tokenizer) -> list[str]:
-    """Messages of analysis and preambles, then a call or the final message."""
+def _harmony_answer(names: Sequence[str], mark: Mark) -> list[str]:
+    """Any messages, of which a call is the last. It names its tool before or after its channel."""
     channel, message = mark("<|channel|>"), mark("<|message|>")
+
+    def write(name: str, args: str) -> str:
+        to = f" to=functions.{name}"
+        before = f'{quoted_terminal(to)} {channel} "commentary"'
+        after = f"{channel} {quoted_terminal('commentary' + to)}"
+        return f'({before} | {after}) " "? ({mark("<|constrain|>")}? "json")? {message} {args}'
+
+    said = f'{channel} ("analysis" | "commentary" | "final") {message} {_TEXT}'
     again = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
-    call, *tools = _harmony(names, True, mark, tokenizer)
-    return [
-        f'start: before* (call | {channel} "final" {message} {_TEXT})',
-        f'before: {channel} ("analysis" | "commentary") {message} {_TEXT} {again}',
-        call.replace("start", "call", 1),
-        *tools,
-    ]
+    return [f"start: (said {again})* (said | tool)", f"said: {said}", *_tools(write, names)]
 
 
 _Format = Callable[[Sequence[str], bool, Mark, Tokenizer], list[str]]

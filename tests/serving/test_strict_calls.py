@@ -80,6 +80,7 @@ RIGHT = call_of("ferry_times", '{"day": 2}')
         (f"I look.\n{RIGHT}\n{RIGHT}\nDone.", True),
         (call_of("weather", '{"any": ["thing"]}'), True),
         (f"<think>\nWhich day?</think>\n\n{RIGHT}", True),
+        (f"<|channel|>{RIGHT}<|message|>", True),  # tokens of other formats
         (call_of("ferry_times", '{"day": 3}'), False),
         (call_of("weather", "[]"), False),
         (call_of("tides", "{}"), False),
@@ -120,6 +121,18 @@ async def test_gpt_oss_may_think_and_speak_before_it_calls(texts: Texts) -> None
         assert texts.takes(grammar, f"{before}<|channel|>final<|message|>None runs.")
         assert not texts.takes(grammar, before + header + '{"day": 3}')
     assert not texts.takes(grammar, "<|channel|>analysis to=functions.ferry_times<|message|>{}")
+    for header in (
+        " to=functions.ferry_times<|channel|>commentary <|constrain|>json<|message|>",
+        " to=functions.ferry_times<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.ferry_times<|message|>",
+    ):
+        text = f'{thought}{header}{{"day": 1}}'
+        parser = parsing_of("gpt-oss", prompt="<|start|>assistant").parser()
+        told = parser.feed(text) + parser.finish()
+        assert [call.arguments for call in told.calls] == ['{"day": 1}']
+        assert texts.takes(grammar, text)
+        assert not texts.takes(grammar, text.replace("1", "3"))
+    assert texts.takes(grammar, thought + "<|channel|>commentary<|message|>None runs.")
 
 
 @pytest.mark.parametrize(
