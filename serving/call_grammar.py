@@ -23,7 +23,20 @@ _MAX_TOOLS: Final = 512
 
 NO_PLACES: Final[Mapping[str, str]] = {}
 
-Mark = Callable[[str], str]
+
+class _Marks:
+    """Writes a model's markers: each by its token's id, or as text if the model has none for it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_id = tokenizer.token_id
+
+    def __call__(self, marker: str) -> str:
+        token_id = self._token_id(marker)
+        return quoted_terminal(marker) if token_id is None else f"<[{token_id}]>"
+
+    def has(self, marker: str) -> bool:
+        """Whether the model has a token for it."""
+        return self._token_id(marker) is not None
 
 
 def must_be_calls(tool_choice: str | Mapping[str, Any] | None) -> bool:
@@ -46,7 +59,7 @@ def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
 
 def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
     """Rules of what precedes the answer, which they name @answer; "" when nothing does."""
-    mark = _marker(tokenizer)
+    mark = _Marks(tokenizer)
     if parsing.reasoning == "gpt-oss":
         return _harmony_prefix(parsing, mark)
     state = parsing.thought()
@@ -84,7 +97,7 @@ def calls_form(
     parts = _parts(functions, places, "where one must be called")
     names = [function["name"] for function in functions]
     one = only is not None or parsing.one_call
-    lines = _FORMATS[parsing.tool_calls](names, one, _marker(tokenizer), tokenizer)
+    lines = _FORMATS[parsing.tool_calls](names, one, _Marks(tokenizer))
     return Form(name, {"lark_grammar": "\n".join(lines) + "\n"}, parts)
 
 
@@ -103,7 +116,7 @@ def strict_calls_form(
     strict = [function["name"] for function in functions if function.get("strict") is True]
     if not strict:
         return None
-    mark, one = _marker(tokenizer), parsing.one_call
+    mark, one = _Marks(tokenizer), parsing.one_call
     names = [function["name"] for function in functions]
     if parsing.tool_calls == "gpt-oss":
         if "<|channel|>" not in tokenizer.markers:
@@ -114,7 +127,7 @@ def strict_calls_form(
         first = (*written.around, written.begin)[0]
         if written.untyped or written.bare or first not in tokenizer.markers:
             return None
-        start, *rules = _FORMATS[parsing.tool_calls](names, one, mark, tokenizer)
+        start, *rules = _FORMATS[parsing.tool_calls](names, one, mark)
         # Text may hold markers of other things, such as thoughts.
         others = {
             token_id
@@ -189,24 +202,25 @@ def _json_tool(arguments: str) -> Callable[[str, str], str]:
     return write
 
 
-def _hermes(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
+def _hermes(names: Sequence[str], one: bool, mark: _Marks) -> list[str]:
     begin, end = mark("<tool_call>"), mark("</tool_call>")
     calls = [f"start: {_several('call', _NEWLINE, one)}", f'call: {begin} "\\n" tool "\\n" {end}']
     return calls + _tools(_json_tool("arguments"), names)
 
 
-def _llama(names: Sequence[str], _: bool, __: Mark, ___: Tokenizer) -> list[str]:
+def _llama(names: Sequence[str], _: bool, __: _Marks) -> list[str]:
     return ["start: tool", *_tools(_json_tool("parameters"), names)]
 
 
-def _mistral(names: Sequence[str], one: bool, mark: Mark, tokenizer: Tokenizer) -> list[str]:
+def _mistral(names: Sequence[str], one: bool, mark: _Marks) -> list[str]:
     begin = mark("[TOOL_CALLS]")
-    if tokenizer.token_id("[ARGS]") is None:
+    if not mark.has("[ARGS]"):
         listed = _several("tool", '", "', one)
         return [f'start: {begin} "[" {listed} "]"', *_tools(_json_tool("arguments"), names)]
 
-    has_ids = tokenizer.token_id("[CALL_ID]") is not None  # some models write one with each call
-    call_id = f"({mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?" if has_ids else ""
+    call_id = ""  # some models write one with each call
+    if mark.has("[CALL_ID]"):
+        call_id = f"({mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
 
     def write(name: str, args: str) -> str:
         return f"{quoted_terminal(name)} {call_id} {mark('[ARGS]')} {args}"
@@ -215,7 +229,7 @@ def _mistral(names: Sequence[str], one: bool, mark: Mark, tokenizer: Tokenizer) 
 
 
 def _deepseek(fenced: bool) -> "_Format":
-    def lines(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
+    def lines(names: Sequence[str], one: bool, mark: _Marks) -> list[str]:
         separator = mark("<｜tool▁sep｜>")
 
         def write(name: str, args: str) -> str:
@@ -230,7 +244,7 @@ def _deepseek(fenced: bool) -> "_Format":
     return lines
 
 
-def _kimi(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
+def _kimi(names: Sequence[str], one: bool, mark: _Marks) -> list[str]:
     """The model numbers its calls, counting from its first in the conversation."""
 
     def write(name: str, args: str) -> str:
@@ -241,13 +255,13 @@ def _kimi(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str
     return _section(CALL_FORMATS["kimi_k2"], calls, mark) + _tools(write, names)
 
 
-def _section(form: CallFormat, calls: str, mark: Mark) -> list[str]:
+def _section(form: CallFormat, calls: str, mark: _Marks) -> list[str]:
     """Each call between two markers, and all calls between two more."""
     first, last = map(mark, form.around)
     return [f"start: {first} {calls} {last}", f"call: {mark(form.begin)} tool {mark(form.end)}"]
 
 
-def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[str]:
+def _harmony(names: Sequence[str], _: bool, mark: _Marks) -> list[str]:
     """One message; the token that ends it ends the answer."""
 
     def write(name: str, args: str) -> str:
@@ -257,7 +271,7 @@ def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[s
     return [f"start: {mark('<|channel|>')} tool", *_tools(write, names)]
 
 
-def _harmony_answer(names: Sequence[str], mark: Mark) -> list[str]:
+def _harmony_answer(names: Sequence[str], mark: _Marks) -> list[str]:
     """Any messages, of which a call is the last. It names its tool before or after its channel."""
     channel, message = mark("<|channel|>"), mark("<|message|>")
 
@@ -268,11 +282,16 @@ def _harmony_answer(names: Sequence[str], mark: Mark) -> list[str]:
         return f'({before} | {after}) " "? ({mark("<|constrain|>")}? "json")? {message} {args}'
 
     said = f'{channel} ("analysis" | "commentary" | "final") {message} {_TEXT}'
-    again = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
+    again = _next_message(mark)
     return [f"start: (said {again})* (said | tool)", f"said: {said}", *_tools(write, names)]
 
 
-_Format = Callable[[Sequence[str], bool, Mark, Tokenizer], list[str]]
+def _next_message(mark: _Marks) -> str:
+    """Ends a message and begins another."""
+    return f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
+
+
+_Format = Callable[[Sequence[str], bool, _Marks], list[str]]
 _NEWLINE: Final = r'"\n"'
 # Models whose own format has no JSON arguments are held to JSON, see serving/parsing.py.
 _FORMATS: Final[Mapping[str, _Format]] = {
@@ -292,22 +311,13 @@ _FORMATS: Final[Mapping[str, _Format]] = {
 }
 
 
-def _harmony_prefix(parsing: Parsing, mark: Mark) -> str:
+def _harmony_prefix(parsing: Parsing, mark: _Marks) -> str:
     """Messages of analysis, then the answer's; "" when the prompt has begun the answer."""
     if parsing.begun:
         return ""
-    channel, message, end = mark("<|channel|>"), mark("<|message|>"), mark("<|end|>")
-    again = f'{end} {mark("<|start|>")} "assistant"'
-    thought = f'thought: {channel} "analysis" {message} {_TEXT} {again}'
+    channel, message = mark("<|channel|>"), mark("<|message|>")
+    thought = f'thought: {channel} "analysis" {message} {_TEXT} {_next_message(mark)}'
     if parsing.must_call:
         return f"start: thought* @answer\n{thought}\n"
     answer = f'{channel} "final" {message} @answer'
     return f"start: thought* {answer}\n{thought}\n"
-
-
-def _marker(tokenizer: Tokenizer) -> Mark:
-    def mark(marker: str) -> str:
-        token_id = tokenizer.token_id(marker)
-        return quoted_terminal(marker) if token_id is None else f"<[{token_id}]>"
-
-    return mark
