@@ -5,9 +5,8 @@ them, as in vLLM: stop_reason, prompt_logprobs, and token ids where asked.
 """
 
 import secrets
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serving.choice import Choice, Entry, Piece
@@ -307,22 +306,21 @@ class ParsedChatShape(ChatShape):
     def __init__(self, logprobs: LogprobShapes, parsing: Parsing, tokenizer: Tokenizer) -> None:
         super().__init__(logprobs)
         self._parsing = parsing
-        self._thoughts: defaultdict[int, Thoughts] = defaultdict(partial(Thoughts, tokenizer))
-        self._parsers: dict[int, MarkedText] = {}  # by the choice's index
-        self._num_calls: Counter[int] = Counter()
+        self._tokenizer = tokenizer
+        self._parsed: dict[int, _Parsed] = {}  # by the choice's index
 
     def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        return self._told(choice, piece, self._parser(choice).feed(piece.text))
+        return self._told(choice, piece, self._of(choice).parser.feed(piece.text))
 
     def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        parser = self._parser(choice)
+        parser = self._of(choice).parser
         return self._told(choice, piece, parser.feed(piece.text) + parser.finish())
 
     def _message(self, choice: Choice, echoed: str, text: str) -> dict[str, Any]:
-        parser = self._parser(choice)
-        told = parser.feed(text) + parser.finish()
-        self._thoughts[choice.ask.index].add(told.reasoning)
-        calls = self._calls(choice, told)
+        parsed = self._of(choice)
+        told = parsed.parser.feed(text) + parsed.parser.finish()
+        parsed.thoughts.add(told.reasoning)
+        calls = self._calls(parsed, told)
         content = echoed + told.content
         message: dict[str, Any] = {"content": content or (None if calls else "")}
         if self._parsing.reasoning != "none":
@@ -334,31 +332,31 @@ class ParsedChatShape(ChatShape):
     def num_thought(self, choices: Sequence[Choice]) -> int | None:
         if self._parsing.reasoning == "none":
             return None
-        return sum(self._thoughts[choice.ask.index].num_tokens(choice) for choice in choices)
+        return sum(self._of(choice).thoughts.num_tokens(choice) for choice in choices)
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        called = self._num_calls[choice.ask.index] and choice.finish_reason == "stop"
+        called = self._of(choice).num_calls and choice.finish_reason == "stop"
         return "tool_calls" if called else choice.finish_reason
 
     def _told(self, choice: Choice, piece: Piece, told: Told) -> dict[str, Any] | None:
-        first = self._num_calls[choice.ask.index]
-        calls = self._calls(choice, told)
+        parsed = self._of(choice)
+        first = parsed.num_calls
+        calls = self._calls(parsed, told)
         delta: dict[str, Any] = {}
         if told.reasoning:
             delta["reasoning_content"] = told.reasoning
-            self._thoughts[choice.ask.index].add(told.reasoning)
+            parsed.thoughts.add(told.reasoning)
         if told.content:
             delta["content"] = told.content
         if calls:
             delta["tool_calls"] = [{"index": idx, **call} for idx, call in enumerate(calls, first)]
         return self._item(choice, piece, delta) if delta or piece.ids or piece.entries else None
 
-    def _calls(self, choice: Choice, told: Told) -> list[dict[str, Any]]:
-        index = choice.ask.index
+    def _calls(self, parsed: "_Parsed", told: Told) -> list[dict[str, Any]]:
         calls = told.calls
         if self._parsing.one_call:
-            calls = [] if self._num_calls[index] else calls[:1]
-        self._num_calls[index] += len(calls)
+            calls = [] if parsed.num_calls else calls[:1]
+        parsed.num_calls += len(calls)
         return [
             {
                 "id": self._parsing.call_id(call),
@@ -368,11 +366,20 @@ class ParsedChatShape(ChatShape):
             for call in calls
         ]
 
-    def _parser(self, choice: Choice) -> MarkedText:
+    def _of(self, choice: Choice) -> "_Parsed":
         index = choice.ask.index
-        if index not in self._parsers:
-            self._parsers[index] = self._parsing.parser()
-        return self._parsers[index]
+        if index not in self._parsed:
+            self._parsed[index] = _Parsed(self._parsing.parser(), Thoughts(self._tokenizer))
+        return self._parsed[index]
+
+
+@dataclass(slots=True)
+class _Parsed:
+    """What is known of one choice's answer so far."""
+
+    parser: MarkedText
+    thoughts: Thoughts
+    num_calls: int = 0
 
 
 class CompletionShape:
