@@ -85,6 +85,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
+    def reworded(self, message: str, param: str | None) -> "ApiError":
+        """The same error in other words."""
+        return ApiError(self.status, message, param, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}, as OpenAI's clients read it."""
         kind = _TYPES_OF_CODES.get(self.code or "") or _TYPES.get(self.status, "server_error")

@@ -46,13 +46,12 @@ def _by_own_names() -> Iterator[None]:
         yield
     except ApiError as error:
         message = _ANY.sub("text.format", error.message)
-        found = _FIRST.match(error.message)
-        if found is None:
-            raise ApiError(error.status, message, error.param, error.code, error.headers) from error
-        name = _NAMES[found[1]]
-        message = name + _ANY.sub("text.format", error.message[found.end() :])
-        param = name.partition(".")[0]
-        raise ApiError(error.status, message, param, error.code, error.headers) from error
+        param = error.param
+        if found := _FIRST.match(error.message):
+            name = _NAMES[found[1]]
+            message = name + _ANY.sub("text.format", error.message[found.end() :])
+            param = name.partition(".")[0]
+        raise error.reworded(message, param) from error
 
 
 @contextmanager
@@ -64,4 +63,4 @@ def _untruncated(fields: ResponsesFields) -> Iterator[None]:
         if error.code != "context_length_exceeded" or fields.truncation != "auto":
             raise
         message = f"{error.message}; with truncation auto, too, this server drops no items"
-        raise ApiError(error.status, message, error.param, error.code, error.headers) from error
+        raise error.reworded(message, error.param) from error
