@@ -26,7 +26,7 @@ _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "te
 MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
 
 
-class ConversationFields(Protocol):
+class PromptFields(Protocol):
     """The fields that make a conversation's prompt, in chat and tokenize requests."""
 
     messages: list[dict[str, Any]] | None
@@ -39,7 +39,7 @@ class ConversationFields(Protocol):
     continue_final_message: bool | None
 
 
-def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str, Any]]:
+def messages_of(fields: PromptFields, model: ServedModel) -> list[dict[str, Any]]:
     """The messages, checked, as the model's template expects them. Raises ApiError."""
     if not fields.messages:
         raise bad_field("messages", "must have at least one message")
@@ -55,7 +55,7 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
 
 
 def allowed_tools(
-    fields: ConversationFields,
+    fields: PromptFields,
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
     """(tools, tool_choice); for a choice of type `allowed_tools`: the tools it names, its mode.
 
@@ -131,9 +131,7 @@ def check_function(function: Mapping[str, Any], where: str) -> None:
         raise wrong_type(f"{where}.parameters", f"an object, got {quoted(parameters)}")
 
 
-def render(
-    model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
-) -> str:
+def render(model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: PromptFields) -> str:
     """The prompt of a conversation. Raises ApiError with the template's own words."""
     kwargs = dict(fields.chat_template_kwargs or {})
     if fields.reasoning_effort is not None:
@@ -152,13 +150,13 @@ def render(
         raise bad_field("messages", str(error)) from error
 
 
-def _offered(fields: ConversationFields) -> list[dict[str, Any]] | None:
+def _offered(fields: PromptFields) -> list[dict[str, Any]] | None:
     """The tools that the chat template sees."""
     return None if fields.tool_choice == "none" else fields.tools or None
 
 
 async def render_prompt(
-    model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
+    model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: PromptFields
 ) -> str:
     """As `render`, but a long conversation is rendered in a thread, off the event loop.
 
@@ -184,7 +182,7 @@ def _render_until(
     stop: threading.Event,
     model: ServedModel,
     messages: Sequence[Mapping[str, Any]],
-    fields: ConversationFields,
+    fields: PromptFields,
 ) -> str:
     timer = threading.Timer(_MAX_RENDER_S, stop.set)
     timer.daemon = True
@@ -203,7 +201,7 @@ def _num_parts(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _check_number(
-    fields: ConversationFields, messages: Sequence[Mapping[str, Any]], context_length: int
+    fields: PromptFields, messages: Sequence[Mapping[str, Any]], context_length: int
 ) -> None:
     """Raise ApiError for too many items: a template takes seconds for a million of anything.
 

@@ -166,7 +166,7 @@ _chats = msgspec.json.Decoder(ChatFields)
 
 def check_conversation(fields: ConversationFields) -> None:
     """Raises ApiError for a value that no conversation may have, or that is not served."""
-    check_shared(fields)
+    _check_shared(fields)
     refuse(fields, _CONVERSATION_REFUSED)
     if fields.web_search_options is not None:  # {} asks for a search as well
         raise not_served("web_search_options")
@@ -180,7 +180,7 @@ def check_conversation(fields: ConversationFields) -> None:
 def read_completion(body: bytes) -> CompletionFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_completions, body)
-    check_shared(fields)
+    _check_shared(fields)
     refuse(fields, ("suffix",))
     if isinstance(fields.logprobs, bool):  # as in chats
         fields.logprobs = 1 if fields.logprobs else None
@@ -199,7 +199,7 @@ def read_chat(body: bytes) -> ChatFields:
     return fields
 
 
-def check_shared(fields: OpenAIFields) -> None:
+def _check_shared(fields: OpenAIFields) -> None:
     """Raises ApiError for a field or value that no route serves."""
     refuse(fields, REFUSED)
     refuse_unless(fields, REFUSED_UNLESS)

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from serving import conversation
 from serving.config import ServeConfig
 from serving.conversation import (
-    ConversationFields,
+    PromptFields,
     allowed_tools,
     messages_of,
     render,
@@ -318,7 +318,7 @@ FOR_EVER = (
 )
 
 
-def _long(model: ServedModel) -> tuple[list[dict[str, Any]], ConversationFields]:
+def _long(model: ServedModel) -> tuple[list[dict[str, Any]], PromptFields]:
     asked = {"messages": [{"role": "user", "content": "a"}] * 1000}
     fields = read_chat(json.dumps(asked).encode())
     model.context_length = lambda: 10_000  # type: ignore[method-assign]
