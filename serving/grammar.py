@@ -63,12 +63,14 @@ class Part:
     owner: str = ""
 
 
-async def grammar_text(form: Form, trial: GrammarTrial, prefix: str = "") -> str:
-    """The grammar of an answer. prefix: rules of what precedes the form, which they name @answer.
+async def grammar_text(form: Form | None, trial: GrammarTrial, prefix: str = "") -> str:
+    """The grammar of an answer; "" if it has no form.
 
-    Raises ApiError: for a grammar that cannot be followed, naming the form's field; 429 when too
-    many wait to be tried.
+    prefix: rules of what precedes the form, which they name @answer. Raises ApiError: for a
+    grammar that cannot be followed, naming the form's field; 429 when too many wait to be tried.
     """
+    if form is None:
+        return ""
     rules = [form.rules]
     if prefix:
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]

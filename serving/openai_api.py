@@ -98,9 +98,7 @@ class CompletionReader:
             else:
                 text = model.tokenizer.decode(given, False) if fields.echo else ""
                 prompts.append(Prompt(given, text))
-        grammar = ""
-        if self._form is not None:
-            grammar = await grammar_text(self._form, model.trial)
+        grammar = await grammar_text(self._form, model.trial)
         return _request(
             fields,
             request_id_of(request_id, "cmpl-", fields.rid, fields.request_id),
@@ -238,12 +236,10 @@ class ChatReader:
         shown_text = text_of(last["content"]) if echoes else ""
         begun = text_of(last["content"]) if fields.continue_final_message else ""
         self.parsing = replace(self.parsing, prompt=text, begun=begun)
-        grammar = ""
-        if self._form is not None:
-            prefix = ""
-            if not self._form.whole:
-                prefix = thought_prefix(self.parsing, model.tokenizer)
-            grammar = await grammar_text(self._form, model.trial, prefix)
+        prefix = ""
+        if self._form is not None and not self._form.whole:
+            prefix = thought_prefix(self.parsing, model.tokenizer)
+        grammar = await grammar_text(self._form, model.trial, prefix)
         max_new = fit_tokens(
             len(ids),
             self._max_tokens,

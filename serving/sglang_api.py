@@ -143,30 +143,29 @@ class GenerateReader:
         check_size("input_ids", fields.input_ids or "", model)
         self._prompts, self.is_batch = _prompts_of(fields, model.vocab_size)
         num_prompts = len(self._prompts)
-        self._params = _each("sampling_params", fields.sampling_params, num_prompts)
+        given = _each("sampling_params", fields.sampling_params, num_prompts)
+        self._params = [GenerateSampling() if params is None else params for params in given]
         returns = _each("return_logprob", fields.return_logprob, num_prompts)
         starts = _each("logprob_start_len", fields.logprob_start_len, num_prompts)
         tops = _each("top_logprobs_num", fields.top_logprobs_num, num_prompts)
         self._rids = _each("rid", fields.rid, num_prompts)
-        self._n = {num_choices(params.n if params else None) for params in self._params}
-        if len(self._n) > 1:
+        self._n, *other = {num_choices(params.n) for params in self._params}
+        if other:
             raise bad_field("n", "must be the same for all prompts of a batch")
         self._prompt_name = "text" if fields.text is not None else "input_ids"
-        check_room(self._prompt_name, num_prompts, max(self._n), model.config)
+        check_room(self._prompt_name, num_prompts, self._n, model.config)
         self._shown = [
-            _shown(params or GenerateSampling(), bool(wanted), start, top, fields)
+            _shown(params, bool(wanted), start, top, fields)
             for params, wanted, start, top in zip(self._params, returns, starts, tops, strict=True)
         ]
         self._ranks = ranks_of(fields, model)
         self._sampling = [
-            self._sampling_of(params or GenerateSampling(), shown)
+            self._sampling_of(params, shown)
             for params, shown in zip(self._params, self._shown, strict=True)
         ]
         ends, tokenizer = model.eos_ids, model.tokenizer
         self._forms = [
             form_of(params, params.min_new_tokens, ends, tokenizer, NAMES["min_tokens"])
-            if params is not None
-            else None
             for params in self._params
         ]
 
@@ -191,7 +190,6 @@ class GenerateReader:
     async def finish(self, request_id: str | None) -> Request:
         """Tokenize. Raises ApiError when a prompt does not fit."""
         fields, model = self._fields, self._model
-        n = next(iter(self._n))
         choices: list[ChoiceAsk] = []
         for prompt_idx, given in enumerate(self._prompts):
             if prompt_idx:
@@ -200,7 +198,7 @@ class GenerateReader:
                 ids = await model.encode_prompt(self._prompt_name, given, True)
             else:
                 ids = given
-            params = self._params[prompt_idx] or GenerateSampling()
+            params = self._params[prompt_idx]
             shown = self._shown[prompt_idx]
             max_new = fit_tokens(
                 len(ids),
@@ -219,27 +217,23 @@ class GenerateReader:
                 )
             # One header cannot name several prompts.
             header = None if self.is_batch else request_id
-            form = self._forms[prompt_idx]
-            grammar = ""
-            if form is not None:
-                grammar = await grammar_text(form, model.trial)
+            grammar = await grammar_text(self._forms[prompt_idx], model.trial)
             own_id = request_id_of(header, "", self._rids[prompt_idx])
-            for choice in range(n):
+            for choice in range(self._n):
                 sampling = msgspec.structs.replace(
                     self._sampling[prompt_idx],
                     max_new_tokens=max_new,
                     seed=seed_of(params.sampling_seed, choice),
                     grammar=grammar,
                 )
-                index = prompt_idx * n + choice
+                index = prompt_idx * self._n + choice
                 choices.append(ChoiceAsk(index, prompt_idx, own_id, Prompt(ids), sampling, shown))
-        self.is_batch = self.is_batch or n > 1
-        interval = next((p.stream_interval for p in self._params if p), None)
+        self.is_batch = self.is_batch or self._n > 1
         return Request(
             choices[0].request_id,
             choices,
             stream=bool(fields.stream),
-            stream_interval=interval_of(interval),
+            stream_interval=interval_of(self._params[0].stream_interval),
             cache_salt=fields.cache_salt or "",
             ranks=self._ranks,
         )
