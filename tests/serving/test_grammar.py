@@ -23,7 +23,7 @@ from serving.tagged_text import CALL_FORMATS
 from serving.tokenizer import Tokenizer
 from serving.tool_calls import Tools
 from tests.serving.live import EOS, MODEL_PATH
-from tests.serving.texts import Texts
+from tests.serving.texts import Texts, Untried
 
 EOS_IDS = (EOS,)
 SCHEMA = {
@@ -66,13 +66,6 @@ TRIAL = GrammarTrial(MODEL_PATH)
 def no_process_is_left() -> Iterator[None]:
     yield
     TRIAL.close()
-
-
-class Untried(GrammarTrial):
-    """Tries nothing: for grammars that name tokens of another model."""
-
-    async def fault(self, grammar: str) -> str:
-        return ""
 
 
 async def text_of(form: Form, prefix: str = "", trial: GrammarTrial = TRIAL) -> str:

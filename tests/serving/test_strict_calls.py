@@ -13,10 +13,10 @@ from serving.grammar_trial import GrammarTrial
 from serving.parsing import Parsing, tools_of
 from serving.tagged_text import CALL_FORMATS
 from tests.serving.live import MODEL_NAME, MODEL_PATH, live_server
-from tests.serving.test_grammar import MARKERS, Untried
+from tests.serving.test_grammar import MARKERS
 from tests.serving.test_parsed_chats import HELLO
 from tests.serving.test_responses import ASK
-from tests.serving.texts import Texts
+from tests.serving.texts import Texts, Untried
 from transfer.errors import Code
 
 DAY = {"type": "object", "properties": {"day": {"enum": [1, 2]}}, "required": ["day"]}

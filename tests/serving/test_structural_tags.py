@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import llguidance
@@ -19,8 +20,8 @@ from serving.sglang_api import GenerateSampling
 from serving.structural_tags import structural_tag_form
 from serving.tokenizer import Tokenizer
 from tests.serving.live import EOS, MODEL_PATH
-from tests.serving.test_grammar import fields_of
-from tests.serving.texts import Texts
+from tests.serving.test_grammar import PLAIN, fields_of
+from tests.serving.texts import Texts, Untried
 
 CITY = {
     "type": "object",
@@ -36,21 +37,12 @@ FIRST_VERSION = {"type": "structural_tag", "structures": STRUCTURES, "triggers":
 MARKERS = ("<tool_call>", "</tool_call>", "<|channel|>")
 WEATHER = '<function=weather>{"city": "Rome"}</function>'
 TIME = '<function=time>{"hour": 3}</function>'
-PLAIN = Texts().tokenizer
-TRIAL = GrammarTrial(MODEL_PATH)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    yield
-    TRIAL.close()
-
-
-class Untried(GrammarTrial):
-    """Tries nothing: for grammars that name tokens of another model."""
-
-    async def fault(self, grammar: str) -> str:
-        return ""
+@pytest.fixture(scope="module")
+def trial() -> Iterator[GrammarTrial]:
+    with closing(GrammarTrial(MODEL_PATH)) as trial:
+        yield trial
 
 
 @pytest.fixture(scope="module", params=["special tokens", "tokens", "text"])
@@ -123,37 +115,29 @@ async def test_text_is_free_until_a_trigger_and_after_the_end_of_its_tag(
 
 
 @pytest.mark.parametrize(
-    ("at_least_one", "stop_after_first", "right", "wrong"),
+    ("form", "at_least_one", "stop_after_first", "right", "wrong"),
     [
-        (False, False, ["x", f"x {WEATHER} y {TIME} z"], []),
-        (True, False, [WEATHER, f"{TIME} x {WEATHER} y"], ["x", f"x {WEATHER}"]),
-        (False, True, ["x", f"x {WEATHER}"], [f"x {WEATHER} y", f"{TIME}{TIME}"]),
-        (True, True, [WEATHER, TIME], ["", "x", f"x {WEATHER}", f"{TIME} x", f"{TIME}{TIME}"]),
+        (TRIGGERED, False, False, ["x", f"x {WEATHER} y {TIME} z"], []),
+        (TRIGGERED, True, False, [WEATHER, f"{TIME} x {WEATHER} y"], ["x", f"x {WEATHER}"]),
+        (TRIGGERED, False, True, ["x", f"x {WEATHER}"], [f"x {WEATHER} y", f"{TIME}{TIME}"]),
+        (TRIGGERED, True, True, [WEATHER, TIME], ["", "x", f"x {WEATHER}", f"{TIME} x", TIME * 2]),
+        # With a separator there is nothing else between the tags.
+        (SEPARATED, False, False, ["", WEATHER, f"{TIME}, {WEATHER}, {TIME}"], ["x", TIME * 2]),
+        (SEPARATED, True, False, [WEATHER, f"{TIME}, {TIME}"], ["", f"{TIME}, "]),
+        (SEPARATED, False, True, ["", TIME], [f"{TIME}, {TIME}"]),
+        (SEPARATED, True, True, [TIME], ["", f"{TIME}, {TIME}"]),
     ],
 )
 async def test_a_tag_can_be_demanded_and_be_the_last(
-    spelling: Texts, at_least_one: bool, stop_after_first: bool, right: list[str], wrong: list[str]
+    spelling: Texts,
+    form: Any,
+    at_least_one: bool,
+    stop_after_first: bool,
+    right: list[str],
+    wrong: list[str],
 ) -> None:
     how = {"at_least_one": at_least_one, "stop_after_first": stop_after_first}
-    grammar = await grammar_of(spelling, tag_of(TRIGGERED | how))
-    assert all(spelling.takes(grammar, text) for text in right)
-    assert not any(spelling.takes(grammar, text) for text in wrong)
-
-
-@pytest.mark.parametrize(
-    ("at_least_one", "stop_after_first", "right", "wrong"),
-    [
-        (False, False, ["", WEATHER, f"{TIME}, {WEATHER}, {TIME}"], ["x", f"{TIME}{TIME}"]),
-        (True, False, [WEATHER, f"{TIME}, {TIME}"], ["", f"{TIME}, "]),
-        (False, True, ["", TIME], [f"{TIME}, {TIME}"]),
-        (True, True, [TIME], ["", f"{TIME}, {TIME}"]),
-    ],
-)
-async def test_tags_with_a_separator_have_nothing_else_between_them(
-    spelling: Texts, at_least_one: bool, stop_after_first: bool, right: list[str], wrong: list[str]
-) -> None:
-    how = {"at_least_one": at_least_one, "stop_after_first": stop_after_first}
-    grammar = await grammar_of(spelling, tag_of(SEPARATED | how))
+    grammar = await grammar_of(spelling, tag_of(form | how))
     assert all(spelling.takes(grammar, text) for text in right)
     assert not any(spelling.takes(grammar, text) for text in wrong)
 
@@ -285,11 +269,11 @@ async def test_each_format_takes_its_texts_alone(
 @pytest.mark.parametrize("kind", [ChatFields, CompletionFields, SamplingFields, GenerateSampling])
 @pytest.mark.parametrize("asked", [FIRST_VERSION, json.dumps(tag_of(TRIGGERED))])
 async def test_all_routes_take_it_as_an_object_and_as_its_text(
-    spelling: Texts, kind: Any, asked: Any
+    spelling: Texts, trial: GrammarTrial, kind: Any, asked: Any
 ) -> None:
     form = form_of(fields_of(kind, structural_tag=asked), None, [EOS], PLAIN)
     assert isinstance(form, Form)
-    grammar = await grammar_text(form, TRIAL)
+    grammar = await grammar_text(form, trial)
     assert spelling.takes(grammar, f"x {TIME}")
     assert not spelling.takes(grammar, "<function=x")
 
@@ -304,14 +288,16 @@ async def test_all_routes_take_it_as_an_object_and_as_its_text(
     ],
 )
 async def test_it_may_stand_where_openais_and_vllms_clients_put_it(
-    spelling: Texts, given: Any
+    spelling: Texts, trial: GrammarTrial, given: Any
 ) -> None:
     form = form_of(fields_of(ChatFields, **given), None, [EOS], PLAIN)
     assert isinstance(form, Form)
-    assert spelling.takes(await grammar_text(form, TRIAL), WEATHER)
+    assert spelling.takes(await grammar_text(form, trial), WEATHER)
 
 
-async def test_a_form_that_cannot_end_costs_no_more_than_others(spelling: Texts) -> None:
+async def test_a_form_that_cannot_end_costs_no_more_than_others(
+    spelling: Texts, trial: GrammarTrial
+) -> None:
     """After /x+/ no "x" ever comes. What must come next for ever is not written ahead of its time:
     that would not return, in a worker that serves others."""
     elements = [{"type": "regex", "pattern": each} for each in ("[0-9]{3}", "x+")]
@@ -321,7 +307,7 @@ async def test_a_form_that_cannot_end_costs_no_more_than_others(spelling: Texts)
         form_of(fields_of(ChatFields, ebnf='start: /x+/ "x"'), None, [EOS], PLAIN),
     ):
         assert isinstance(form, Form)
-        grammar = await grammar_text(form, TRIAL)
+        grammar = await grammar_text(form, trial)
         assert "no_forcing" in grammar
         *ids, last = spelling.drawn_ids(grammar, seed=0, most=20)
         assert len(ids) == 19
@@ -402,10 +388,10 @@ async def test_a_form_that_cannot_end_costs_no_more_than_others(spelling: Texts)
     ],
 )
 async def test_what_cannot_be_followed_is_refused_by_its_place(
-    asked: Any, place: str, why: str
+    trial: GrammarTrial, asked: Any, place: str, why: str
 ) -> None:
     async def followed() -> None:
-        await grammar_text(structural_tag_form("structural_tag", asked, PLAIN), TRIAL)
+        await grammar_text(structural_tag_form("structural_tag", asked, PLAIN), trial)
 
     with pytest.raises(ApiError) as refused:
         await followed()

@@ -5,6 +5,7 @@ import numpy as np
 from tokenizers import AddedToken
 
 from model.tokenizer_files import read_tokenizer
+from serving.grammar_trial import GrammarTrial
 from serving.tokenizer import Tokenizer
 from tests.serving.live import EOS, MODEL_PATH
 from transfer.grammar_limits import LIMITS
@@ -49,3 +50,10 @@ class Texts:
             ids.append(ends[0] if ends and rng.random() < 0.3 else int(rng.choice(allowed)))
             assert matcher.consume_token(ids[-1])
         return ids
+
+
+class Untried(GrammarTrial):
+    """Tries nothing: for grammars that name tokens of another model."""
+
+    async def fault(self, grammar: str) -> str:
+        return ""
