@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from model import members
@@ -29,6 +30,7 @@ from transfer.group import (
 from transfer.meeting import Visit
 from transfer.rpc import RpcClient, Security
 from transfer.signals import on_signals
+from transfer.watchdog import watch
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -145,12 +147,15 @@ class Member:
         async with aclosing(told) as batches:
             is_over = await self._next(batches)
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
-            living = asyncio.create_task(self._live(client))
+            # Its loop alone: a call that hangs here hangs at the leader, too, which ends the group.
+            watching = watch(self._config.watchdog_timeout_s, count().__next__)
+            beside = [asyncio.create_task(watching), asyncio.create_task(self._live(client))]
             try:
                 while not is_over:
                     is_over = await self._next(batches)
             finally:
-                living.cancel()
+                for task in beside:
+                    task.cancel()
         log.info("node %d leaves with its leader", rank)
 
     async def _next(self, batches: AsyncGenerator[DeviceCalls, None]) -> bool:

@@ -63,6 +63,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         super().__init__(security, clock, config.host, config.port)
         self.config = config
         self.drain_timeout_s = config.drain_timeout_s
+        self.watchdog_timeout_s = config.watchdog_timeout_s
         self.counters: Counter[str] = Counter()
         self._experts_counted: Mapping[str, float] = {}
         self._devices = ""

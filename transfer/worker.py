@@ -31,6 +31,7 @@ from transfer.leaving import Leaving
 from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
 from transfer.signals import on_signals
+from transfer.watchdog import watch
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Worker(ABC):
 
     role: wire.Role
     drain_timeout_s = 30.0
+    watchdog_timeout_s = 0.0  # see transfer.watchdog
 
     def __init__(self, security: Security, clock: Clock, host: str, port: int) -> None:
         self.security = security
@@ -258,7 +260,12 @@ class Worker(ABC):
                     self.rank_loads,
                 )
             )
-            tasks += [lease, asyncio.create_task(self._announce(registry, info, on_ready))]
+            watching = watch(self.watchdog_timeout_s, lambda: self.progress)
+            tasks += [
+                lease,
+                asyncio.create_task(watching),
+                asyncio.create_task(self._announce(registry, info, on_ready)),
+            ]
             await asyncio.wait({stopped, lease}, return_when=asyncio.FIRST_COMPLETED)
             if lease.done():
                 lease.result()

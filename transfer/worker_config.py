@@ -64,6 +64,7 @@ class WorkerConfig:
     max_frame_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0  # the most time for begun rooms to finish, once told to leave
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
+    watchdog_timeout_s: float = 300.0  # a process that stands still for so long ends; 0 = none does
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests", "max_frame_bytes"):
@@ -88,6 +89,7 @@ class WorkerConfig:
         self._check_nodes()
         above_zero(self, "stall_timeout_s")
         not_negative(self, "drain_timeout_s")
+        not_negative(self, "watchdog_timeout_s")
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"

@@ -1,0 +1,90 @@
+"""A process that stands still ends by itself and says where it stood; one that is well goes on."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from itertools import count
+
+import pytest
+
+from tests.transfer.children import ROOT
+from transfer import watchdog
+
+_TIMEOUT_S = 0.5
+_PATIENCE_S = 60.0
+
+_WORKER = """
+import asyncio, re, threading
+from tests.transfer.test_worker import PlainWorker
+
+class Hanging(PlainWorker):
+    watchdog_timeout_s = {timeout_s}
+
+    def turn(self):
+        if self.progress > 20:
+            print("hangs", flush=True)
+            {hang}
+        return False
+
+worker = Hanging()
+worker.host, worker.port = "127.0.0.1", 0
+asyncio.run(worker.run("127.0.0.1:1", print))
+"""
+_HANGS = {
+    "waits": "threading.Event().wait()",
+    # A match that takes for ever keeps Python's lock: neither the loop nor a handler runs.
+    "keeps the lock": 're.match("(a+)+b", "a" * 64)',
+}
+
+
+@pytest.mark.parametrize("how", _HANGS)
+def test_a_worker_whose_engine_hangs_ends_and_shows_its_stacks(how: str) -> None:
+    ended = _run(_WORKER.format(timeout_s=_TIMEOUT_S, hang=_HANGS[how]))
+    assert ended.returncode == 1
+    assert ended.stdout == "hangs\n"
+    assert "Timeout (0:00:00.500000)!" in ended.stderr
+    assert re.search(r'File "<string>", line \d+ in turn$', ended.stderr, re.MULTILINE)
+
+
+def test_a_loop_that_stands_still_ends_its_process() -> None:
+    program = (
+        "import asyncio, itertools, time\n"
+        "from transfer.watchdog import watch\n"
+        "async def main():\n"
+        f"    task = asyncio.create_task(watch({_TIMEOUT_S}, itertools.count().__next__))\n"
+        f"    await asyncio.sleep({3 * _TIMEOUT_S})\n"
+        "    print('well until now', flush=True)\n"
+        f"    time.sleep({_PATIENCE_S})\n"
+        "asyncio.run(main())"
+    )
+    ended = _run(program)
+    assert (ended.returncode, ended.stdout) == (1, "well until now\n")
+    assert "line 7 in main" in ended.stderr
+
+
+async def test_progress_and_the_end_of_watching_put_the_end_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_off: list[object] = []
+    timer = watchdog.faulthandler
+    monkeypatch.setattr(timer, "dump_traceback_later", lambda s, **_: set_off.append(s))
+    monkeypatch.setattr(timer, "cancel_dump_traceback_later", lambda: set_off.append("off"))
+    states = iter((1, 1, 2, 2, 2))
+    task = asyncio.create_task(watchdog.watch(0.01, lambda: next(states, 2)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert set_off == [0.01, 0.01, "off"], "one for each state that was new"
+
+
+async def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(watchdog.faulthandler, "dump_traceback_later")
+    await asyncio.wait_for(watchdog.watch(0.0, count().__next__), _PATIENCE_S)
+
+
+def _run(program: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+    )

@@ -1,0 +1,34 @@
+"""Ends a process that stands still, so that whoever supervises it can start it again.
+
+A thread that hangs inside a library never comes back, and may keep Python's lock, without which no
+line of ours runs: not in another thread, not on the loop, not in a signal handler. faulthandler's
+timer needs no lock.
+"""
+
+import asyncio
+import faulthandler
+from collections.abc import Callable
+
+_LOOKS = 10  # at the progress, in the time that it may stand still
+
+
+async def watch(timeout_s: float, progress: Callable[[], int]) -> None:
+    """Watch until cancelled. 0: never ends the process.
+
+    progress: a number that changes while the process is well. Once it has been the same for
+    timeout_s, or up to a tenth more, or if the loop does not run this task for as long, every
+    thread's stack is written to stderr and the process exits with code 1, at once: its peers see
+    what they see when it is killed.
+    """
+    if not timeout_s:
+        return
+    seen: int | None = None
+    try:
+        while True:
+            now = progress()
+            if now != seen:
+                seen = now
+                faulthandler.dump_traceback_later(timeout_s, exit=True)
+            await asyncio.sleep(timeout_s / _LOOKS)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
