@@ -231,7 +231,8 @@ class KernelBench:
             gathering_s = self._measure(lambda: gather(self.pool, ids))
             row("to host", max(self._measure(to_host) - gathering_s, 1e-9))
             row("to device", self._measure(lambda: jax.device_put(host, staged.sharding)))
-        scatter = Program("scatter", write_pages, (self.pool, staged, ids), donate=(0,)).compile()
+        write = partial(write_pages, on_cpu=self.model.on_cpu)
+        scatter = Program("scatter", write, (self.pool, staged, ids), donate=(0,)).compile()
 
         def put() -> Any:
             self.pool = scatter(self.pool, staged, ids)

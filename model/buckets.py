@@ -125,7 +125,15 @@ class DecodeBuckets:
 
 
 MAX_RUN_PAGES = 32
+# On a CPU. Larger arrays are new memory each time (glibc: DEFAULT_MMAP_THRESHOLD_MAX, 32 MiB, less
+# where several are in use at once), and touching that costs four times as much as the copy.
+_MAX_RUN_BYTES = 16 << 20
 ADMIT_ROWS = 4
+
+
+def run_pages_on_cpu(page_bytes: int) -> int:
+    """The most pages to gather at once on a CPU. page_bytes: of a page on one device."""
+    return min(MAX_RUN_PAGES, max(1, _MAX_RUN_BYTES // page_bytes))
 
 
 def check_page_size(page_size: int, chunk_size: int, context_length: int) -> None:
@@ -145,14 +153,19 @@ def check_page_size(page_size: int, chunk_size: int, context_length: int) -> Non
 
 
 def prefill_buckets(
-    chunk_size: int, max_seqs: int, context_length: int, page_size: int, groups: int = 1
+    chunk_size: int,
+    max_seqs: int,
+    context_length: int,
+    page_size: int,
+    groups: int = 1,
+    run_pages: int = MAX_RUN_PAGES,
 ) -> PrefillBuckets:
     """Every program serves every context length.
 
-    groups: see model.config.KVSpec.
+    groups: see model.config.KVSpec. run_pages: the most to gather at once.
     """
     check_page_size(page_size, chunk_size, context_length)
-    run = min(MAX_RUN_PAGES, pages_for(chunk_size, page_size))
+    run = min(run_pages, pages_for(chunk_size, page_size))
     return PrefillBuckets(
         tokens=chunk_sizes(chunk_size),
         seqs=max_seqs,

@@ -8,7 +8,7 @@ Only the rows that are written or read are converted.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh
 from jaxtyping import Float, Int32, UInt8
 
@@ -107,20 +107,30 @@ def write_pages(
     pool: PagePool,
     staged: StagedPages,
     page_ids: Int32[Array, " n"],
+    on_cpu: bool = True,
 ) -> PagePool:
     """Put packed pages in place; the inverse of gather_pages. Donate the pool when jitting.
 
-    page_ids: distinct; an id below zero or past the pool (padding) is dropped.
+    page_ids: distinct; those at the end that are below zero or past the pool (padding) are dropped.
+    on_cpu: page by page, since XLA's scatter on a CPU first copies `staged` to new memory.
     """
     with jax.named_scope("write_pages"):
-        row = pool.at[:, :, page_ids]
-        return row.set(staged, mode="drop", wrap_negative_indices=False)
+        if not on_cpu:
+            row = pool.at[:, :, page_ids]
+            return row.set(staged, mode="drop", wrap_negative_indices=False)
+
+        def put(i: Array, pool: PagePool) -> PagePool:
+            page = lax.dynamic_slice_in_dim(staged, i, 1, 2)
+            return lax.dynamic_update_slice_in_dim(pool, page, page_ids[i], 2)
+
+        in_pool = (page_ids >= 0) & (page_ids < pool.shape[2])
+        return lax.fori_loop(np.int32(0), jnp.sum(in_pool, dtype=jnp.int32), put, pool)
 
 
 def _numbers(pages: Array) -> Array:
     """What was read from a pool, as numbers."""
     if pages.dtype == jnp.uint8:
-        return jax.lax.bitcast_convert_type(pages, jnp.dtype(FP8))
+        return lax.bitcast_convert_type(pages, jnp.dtype(FP8))
     return pages
 
 
@@ -135,4 +145,4 @@ def stored(kv: Float[Array, "*n"], dtype: jnp.dtype) -> Array:
     most = np.float32(jnp.finfo(kept).max)
     wide = kv.astype(jnp.float32)
     finite = jnp.where(jnp.isnan(wide), np.float32(0), jnp.clip(wide, -most, most)).astype(kept)
-    return finite if kept == dtype else jax.lax.bitcast_convert_type(finite, jnp.uint8)
+    return finite if kept == dtype else lax.bitcast_convert_type(finite, jnp.uint8)

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,7 +140,9 @@ class PlacedRuns:
         """All programs, to be compiled. pool: its shape."""
         self._nowhere = pool.shape[2] // num_ranks(self._mesh)
         function, spec = (_place_sent, DEVICES) if self._spans else (write_pages, POOL_SPEC)
-        place = on_ranks(self._mesh, function, (POOL_SPEC, spec, RANKS), POOL_SPEC)
+        on_cpu = self._mesh.devices.flat[0].platform in _ON_THE_HOST
+        write = partial(function, on_cpu=on_cpu)
+        place = on_ranks(self._mesh, write, (POOL_SPEC, spec, RANKS), POOL_SPEC)
         for count in self._run_pages:
             ids = abstract_i32((num_ranks(self._mesh) * count,), self._mesh, RANKS)
             args = (pool, self._staged(count), ids)
@@ -245,11 +248,11 @@ def _gather_all(pool: Array, page_ids: Array) -> Array:
     return gather_devices(gather_pages(pool, page_ids))
 
 
-def _place_sent(pool: Array, sent: Array, page_ids: Array) -> Array:
+def _place_sent(pool: Array, sent: Array, page_ids: Array, on_cpu: bool) -> Array:
     """sent: [1, shards, layers, planes, n, page_size, kv heads of one, head_dim]."""
     shards = from_first_device(sent[0])
     mine = lax.dynamic_index_in_dim(shards, shard_idx(), keepdims=False)
-    return write_pages(pool, mine, page_ids)
+    return write_pages(pool, mine, page_ids, on_cpu)
 
 
 def _padded(shard: np.ndarray, num_pages: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from model.buckets import (
     list_sizes,
     pages_for,
     prefill_buckets,
+    run_pages_on_cpu,
 )
 from model.errors import ModelError
 
@@ -97,6 +98,15 @@ def test_prefill_shapes_hold_every_chunk(
         if tokens >= max_seqs and len(lists) > 1:
             # The case with most pages: all prompts but one have one token each.
             assert max_seqs - 1 + whole + (rest > 0) <= lists[0]
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "most"), [(4 << 10, 32), (512 << 10, 32), (3 << 20, 5), (20 << 20, 1)]
+)
+def test_on_a_cpu_large_pages_are_gathered_a_few_at_a_time(page_bytes: int, most: int) -> None:
+    run_pages = run_pages_on_cpu(page_bytes)
+    assert run_pages == most
+    assert prefill_buckets(512, 1, 512, 16, run_pages=run_pages).run_pages[-1] == most
 
 
 @given(st.integers(1, 300), st.integers(1, 100))

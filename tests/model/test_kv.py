@@ -1,6 +1,7 @@
 """The page pool against a plain numpy one."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,17 @@ def _filled(mesh_size: int) -> tuple[jax.Array, np.ndarray]:
     return jax.device_put(values, pool.sharding), values
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("tp", [1, 4])
-def test_pages_gathered_and_written_elsewhere_arrive_whole(tp: int) -> None:
+def test_pages_gathered_and_written_elsewhere_arrive_whole(tp: int, on_cpu: bool) -> None:
     pool, values = _filled(tp)
     ids = i32([5, 0, 3, PAGES])  # the last is padding
     staged = jax.jit(gather_pages)(pool, ids)
     assert staged.sharding.is_equivalent_to(pool_sharding(make_mesh(tp, 1)), staged.ndim)
     assert (np.asarray(staged)[:, :, :3] == values[:, :, [5, 0, 3]]).all()
     to = i32([1, 2, PAGES, -1])
-    written = np.asarray(jax.jit(write_pages, donate_argnums=0)(pool, staged, to))
+    write = jax.jit(partial(write_pages, on_cpu=on_cpu), donate_argnums=0)
+    written = np.asarray(write(pool, staged, to))
     expected = values.copy()
     expected[:, :, [1, 2]] = values[:, :, [5, 0]]
     assert (written == expected).all()

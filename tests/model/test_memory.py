@@ -88,6 +88,12 @@ def test_nor_with_pages_of_windows_and_latents(program: Any, name: str) -> None:
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", FP8])
+def test_pages_are_put_in_place_without_another_copy(dtype: str) -> None:
+    model = _model("mixtral", "float32", 1)
+    assert _write(model, SMALL, dtype).memory_analysis().temp_size_in_bytes < 1024
+
+
 @pytest.mark.parametrize("program", [_write, _gather])
 def test_pages_move_without_collectives(program: Any) -> None:
     compiled = program(_model("mixtral", "bfloat16", 2), SMALL)
