@@ -29,7 +29,14 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
     page_size = opened.kv.page_size
     local, local_tokens = None, most_local(config, opened.context_length)
     window = ringed_window(PoolFacts.of(opened), local_tokens)
-    buckets = decode_buckets(rank_slots, opened.context_length, page_size, config.drafting, window)
+    buckets = decode_buckets(
+        rank_slots,
+        opened.context_length,
+        page_size,
+        config.drafting,
+        window,
+        opened.run_pages,
+    )
     if local_tokens:
         local = local_buckets(local_tokens, chunk, page_size)
     engine = DecodeEngine(

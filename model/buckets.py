@@ -124,7 +124,8 @@ class DecodeBuckets:
         return self.drafting if slots == 1 or num_rows <= self.slots[-1] else None
 
 
-MAX_RUN_PAGES = 32
+RUN_LENGTHS = geometric(1, 32, 4)  # of pages that are gathered, sent or put in place at once
+MAX_RUN_PAGES = RUN_LENGTHS[-1]
 # On a CPU. Larger arrays are new memory each time (glibc: DEFAULT_MMAP_THRESHOLD_MAX, 32 MiB, less
 # where several are in use at once), and touching that costs four times as much as the copy.
 _MAX_RUN_BYTES = 16 << 20
@@ -132,8 +133,8 @@ ADMIT_ROWS = 4
 
 
 def run_pages_on_cpu(page_bytes: int) -> int:
-    """The most pages to gather at once on a CPU. page_bytes: of a page on one device."""
-    return min(MAX_RUN_PAGES, max(1, _MAX_RUN_BYTES // page_bytes))
+    """The most pages of a run on a CPU. page_bytes: of a page on one device."""
+    return max((n for n in RUN_LENGTHS if n * page_bytes <= _MAX_RUN_BYTES), default=1)
 
 
 def check_page_size(page_size: int, chunk_size: int, context_length: int) -> None:
@@ -182,12 +183,13 @@ def decode_buckets(
     page_size: int,
     drafting: Drafting | None = None,
     window: int = 0,
+    run_pages: int = MAX_RUN_PAGES,
 ) -> DecodeBuckets:
     """Slot buckets double; the largest is --max-running-requests.
 
     window: positions for which windowed layers keep pages, where they have pages of their own; 0:
-    for all. Raises ModelError when pages do not tile the context, or drafts would reach past one
-    page.
+    for all. run_pages: the most to put in place at once. Raises ModelError when pages do not tile
+    the context, or drafts would reach past one page.
     """
     check_page_size(page_size, page_size, context_length)
     if drafting is not None and drafting.num_tokens >= page_size:
@@ -205,7 +207,7 @@ def decode_buckets(
     return DecodeBuckets(
         slots=tuple(slots),
         pages_per_slot=per_slot,
-        run_pages=geometric(1, min(MAX_RUN_PAGES, per_slot), 4),
+        run_pages=geometric(1, min(run_pages, per_slot), 4),
         admit_rows=min(ADMIT_ROWS, max_running),
         drafting=drafting,
         ring_pages=ring if ring < per_slot else 0,

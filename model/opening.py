@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from model.buckets import check_page_size, pages_for
+from model.buckets import MAX_RUN_PAGES, check_page_size, pages_for, run_pages_on_cpu
 from model.config import FP8, KVSpec, ModelConfig
 from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
@@ -49,6 +49,11 @@ CODES_CAPABILITY = 8, 9  # the least compute capability of a GPU that converts e
 ROUNDED = {"fp8": "-fp8-layers", "int8": "-int8-layers"}
 DUMMY_SEED = 0  # the same for all, so that every role and rank has the same network
 CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where only a flag gives a longer one
+# Shares of memory that a worker takes by default. On a CPU, several share what is free, with each
+# other and with all else that runs there; but a model whose requests need more should not need a
+# flag where there is plenty.
+_ON_DEVICES = 0.85
+_LEAST_ON_CPU, _MOST_ON_CPU, _FULL_CONTEXTS = 0.1, 0.3, 4
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,12 @@ class OpenedModel:
     def devices(self) -> list[jax.Device]:
         """All of the mesh, those of other members too."""
         return list(self.model.mesh.devices.flat)
+
+    @property
+    def run_pages(self) -> int:
+        """The most pages that are gathered, or put in place, at once."""
+        shards = len(self.devices) // self.dp_size
+        return run_pages_on_cpu(self.kv.page_bytes // shards) if on_cpu() else MAX_RUN_PAGES
 
 
 BeforeWeights = Callable[[OpenedModel], None]
@@ -243,7 +254,8 @@ def make_pool(
 
     Pages are counted per data-parallel rank; all ranks have the same number, and each page counted
     stands for one of every group.
-    fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
+    fraction: of the device's memory; 0 = 0.85. On CPU it is of free memory, and 0 = 0.1, or up to
+    _MOST_ON_CPU of it where _FULL_CONTEXTS need more than that.
     natural_pages: more than this many could never be in use at once, or are of no benefit.
     programs_of(num_pages): programs for a pool of this size. Scratch does not depend on the
     pool's size (a test holds that), so a second round, if one is needed, is the last.
@@ -258,24 +270,26 @@ def make_pool(
     weights = tree_bytes(opened.params)
     own = own_devices(opened.model.mesh)
     num_members = len(opened.devices) // len(own)
+    share = memory_budget_bytes(fraction or (_LEAST_ON_CPU if on_cpu() else _ON_DEVICES), own)
+    most = memory_budget_bytes(_MOST_ON_CPU, own) if on_cpu() and not fraction else share
     # Loaded weights are no longer free memory, but belong to the budget all the same.
-    budget = memory_budget_bytes(_fraction(fraction), own)
-    if on_cpu():
-        budget += weights
+    beside = weights if on_cpu() else 0
     exact = max_total_tokens > 0
     wanted = max_total_tokens // page_size if exact else max(natural_pages, least)
 
     def plan(scratch: int) -> MemoryPlan:
+        few = wanted if exact else min(wanted, _FULL_CONTEXTS * least)
+        budget = beside + max(share, min(most, scratch + few * page_bytes))
         sizes = budget, weights, scratch, page_bytes
         mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
         pages = mine.num_pages
-        if on_cpu() and pages < wanted:  # free memory there differs at every start
+        if on_cpu() and pages not in (few, wanted):  # free memory there differs at every start
             pages = max(steady(pages), least)
         return replace(mine, num_pages=least_of_all(pages))
 
     page_bytes = opened.dp_size * opened.kv.all_layers_bytes // num_members
     spare = spare_pages * page_bytes // opened.kv.groups + spare_bytes // num_members
-    reserve = budget // 16 + spare  # compile again only if this was too little
+    reserve = (beside + share) // 16 + spare  # compile again only if this was too little
     final = plan(reserve)
     programs = programs_of(final.num_pages)
     compile_all(programs, kept=opened.kept)
@@ -304,10 +318,6 @@ def check_reads_codes(devices: Sequence[Any]) -> None:
             )
 
 
-def _fraction(fraction: float) -> float:
-    return fraction or (0.1 if on_cpu() else 0.85)
-
-
 def _check_memory(
     model: Model, kv: KVSpec, context_length: int, fraction: float, max_total_tokens: int
 ) -> None:
@@ -316,7 +326,7 @@ def _check_memory(
     Calculates as make_pool will, but before weights are loaded: on CPU they take free memory.
     """
     weights = stored_bytes(model)
-    share = _fraction(fraction)
+    share = fraction or (_MOST_ON_CPU if on_cpu() else _ON_DEVICES)
     own = own_devices(model.mesh)
     budget = memory_budget_bytes(share, own)
     if on_cpu():

@@ -1,12 +1,6 @@
 """Builds an engine from the flags: what every process of a prefill group does at start-up."""
 
-from model.buckets import (
-    MAX_RUN_PAGES,
-    PrefillBuckets,
-    pages_for,
-    prefill_buckets,
-    run_pages_on_cpu,
-)
+from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
 from prefill.config import PrefillConfig
 from prefill.engine import PrefillEngine
@@ -21,10 +15,8 @@ def build_engine(
     opened = open_configured(config, chunk, before_weights)
     page_size, context = opened.kv.page_size, opened.context_length
     chunk = min(chunk, pages_for(context, page_size) * page_size)
-    shard_bytes = opened.kv.page_bytes // config.tp_size
-    run_pages = run_pages_on_cpu(shard_bytes) if on_cpu() else MAX_RUN_PAGES
     buckets = prefill_buckets(
-        chunk, config.max_seqs_per_chunk, context, page_size, opened.kv.groups, run_pages
+        chunk, config.max_seqs_per_chunk, context, page_size, opened.kv.groups, opened.run_pages
     )
     # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
     contexts = config.max_seqs_per_chunk if on_cpu() else 1 << 20

@@ -407,8 +407,8 @@ WORKER_HELP = {
     "page_size": "tokens in a page; 0: 16 on CPU, else 64",
     "max_total_tokens": "tokens in the page pool of each data-parallel rank; 0: as many as fit in "
     "memory",
-    "mem_fraction_static": "share of memory for weights, scratch and pages; 0: 0.1 of the free "
-    "memory on CPU, else 0.85",
+    "mem_fraction_static": "share of memory for weights, scratch and pages, on CPU of free memory "
+    "and beside the weights; 0: 0.85, on CPU 0.1, or up to 0.3 if four full contexts need more",
     "kv_cache_dtype": "type of pages; auto: that of --dtype; fp8_e4m3: one byte a value",
     "quantization": "type of the layers' weights in memory. none: --dtype; fp8, int8: one byte "
     "each, kept as published if already quantised, else rounded; auto: quantised weights are kept "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.buckets import MAX_RUN_PAGES, geometric
+from model.buckets import RUN_LENGTHS
 from transfer import wire
 from transfer.backend import FirstToken, Frame, Kind, OnSenderEvent, Refused, SenderEvent, Shipped
 from transfer.clock import SYSTEM_CLOCK, Clock
@@ -18,7 +18,6 @@ from transfer.errors import BadMessage, Unavailable
 from transfer.layout import HeadRun
 from transfer.pairs import Pairs
 
-_RUN_LENGTHS = geometric(1, MAX_RUN_PAGES, 4)  # as decode compiles them for most models
 _AT_ONCE_BYTES = 64 << 10  # the most that a thread which queues a job may copy and send itself
 _REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
 
@@ -392,7 +391,7 @@ def _pages_per_frame(num_pages: int, most: int) -> int:
     """All, or a number that decode writes without padding: padding would copy the pages."""
     if num_pages <= most:
         return num_pages
-    return max((size for size in _RUN_LENGTHS if size <= most), default=1)
+    return max((size for size in RUN_LENGTHS if size <= most), default=1)
 
 
 def segments(pages: np.ndarray | None) -> list[memoryview]:

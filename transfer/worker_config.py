@@ -53,7 +53,7 @@ class WorkerConfig:
     eplb_min_rebalancing_utilization_threshold: float = 1.0
     page_size: int = 0  # tokens; 0 = 16 on CPU, 64 elsewhere
     max_total_tokens: int = 0  # page pool in tokens; 0 = what memory allows
-    mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
+    mem_fraction_static: float = 0.0  # of device memory, on CPU of free memory; 0 = as fits
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"  # of layers' weights in memory
     # Tokens of a chunk; 0 = 512 on CPU, elsewhere 8192, or 2048 where decode's streams wait for it.

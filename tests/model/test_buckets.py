@@ -101,12 +101,14 @@ def test_prefill_shapes_hold_every_chunk(
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "most"), [(4 << 10, 32), (512 << 10, 32), (3 << 20, 5), (20 << 20, 1)]
+    ("page_bytes", "most"), [(4 << 10, 32), (512 << 10, 32), (3 << 20, 2), (20 << 20, 1)]
 )
-def test_on_a_cpu_large_pages_are_gathered_a_few_at_a_time(page_bytes: int, most: int) -> None:
+def test_on_a_cpu_large_pages_travel_a_few_at_a_time(page_bytes: int, most: int) -> None:
     run_pages = run_pages_on_cpu(page_bytes)
     assert run_pages == most
-    assert prefill_buckets(512, 1, 512, 16, run_pages=run_pages).run_pages[-1] == most
+    sizes = prefill_buckets(512, 1, 512, 16, run_pages=run_pages).run_pages
+    assert sizes == decode_buckets(1, 512, 16, run_pages=run_pages).run_pages
+    assert sizes[-1] == most
 
 
 @given(st.integers(1, 300), st.integers(1, 100))

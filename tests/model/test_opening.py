@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import opening
+from model.errors import ModelError
 from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
 from tests.model.harness import GOLDENS, open_plainly
@@ -22,13 +23,18 @@ def opened() -> OpenedModel:
 
 
 def pages(opened: OpenedModel, free: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 0) -> int:
-    """The pool's size in pages, if this much memory is free."""
+    """The pool's size in pages, if this much memory is a worker's share."""
     monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, devices: free)
+    return pool_pages(opened, 0.0, tokens)
+
+
+def pool_pages(opened: OpenedModel, fraction: float, tokens: int = 0) -> int:
+    """The pool's size in pages. Raises ModelError."""
 
     def programs(num_pages: int) -> list[Program]:
         return [Program("nothing", jnp.negative, (jnp.zeros(()),))]
 
-    _, plan, _ = make_pool(opened, 0.0, tokens, 100_000, programs)
+    _, plan, _ = make_pool(opened, fraction, tokens, 100_000, programs)
     return plan.num_pages
 
 
@@ -55,6 +61,32 @@ def test_one_request_fits_whatever_is_rounded(
     long = replace(opened, context_length=least * PAGE_SIZE)
     kept = least * opened.kv.all_layers_bytes + weights
     assert pages(long, kept * 16 // 15 - weights + 16, monkeypatch) == least
+
+
+@pytest.mark.parametrize(
+    ("contexts_free", "got"),  # of 100 pages; a tenth of what is free is the least
+    [(5, 128), (20, 400), (36, 400), (60, 512)],
+)
+def test_a_pool_has_four_contexts_if_they_fit_in_three_tenths_of_free_memory(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, contexts_free: int, got: int
+) -> None:
+    least = 100
+    long = replace(opened, context_length=least * PAGE_SIZE)
+    free = contexts_free * least * opened.kv.all_layers_bytes
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, _: int(fraction * free))
+    assert pool_pages(long, 0.0) == got
+
+
+def test_a_share_that_was_asked_for_is_not_exceeded(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = 100
+    long = replace(opened, context_length=least * PAGE_SIZE)
+    free = 9 * least * opened.kv.all_layers_bytes
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, _: int(fraction * free))
+    assert pool_pages(long, 0.0) >= least
+    with pytest.raises(ModelError, match=r"100 pages .* do not fit in .* raise --mem-fraction"):
+        pool_pages(long, 0.1)
 
 
 @given(st.integers(1, 1 << 40))
