@@ -27,7 +27,7 @@ def claimed(path: Path, wait_s: float) -> Iterator[bool]:
         yield True
         return
     with file:
-        if not _locked(file, wait_s):
+        if not locked(file, wait_s):
             yield False
             return
         try:
@@ -37,7 +37,11 @@ def claimed(path: Path, wait_s: float) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
 
 
-def _locked(file: IO[bytes], wait_s: float) -> bool:
+def locked(file: IO[bytes] | int, wait_s: float) -> bool:
+    """Lock an open file, or its descriptor, until it is closed.
+
+    False if another process holds it for longer than wait_s; true where there is no telling.
+    """
     pause = threading.Event()
     for _ in range(int(wait_s / _PAUSE_S) + 1):
         try:
@@ -45,7 +49,7 @@ def _locked(file: IO[bytes], wait_s: float) -> bool:
         except BlockingIOError:
             pause.wait(_PAUSE_S)
         except OSError as error:
-            log.info("%s cannot be locked: %s", file.name, error)
+            log.info("a file cannot be locked: %s", error)
             return True
         else:
             return True

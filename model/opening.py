@@ -31,6 +31,7 @@ from model.programs import (
     steady,
     tree_bytes,
 )
+from model.promises import PROMISES
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model, random_params
 from model.weights import (
@@ -270,8 +271,6 @@ def make_pool(
     weights = tree_bytes(opened.params)
     own = own_devices(opened.model.mesh)
     num_members = len(opened.devices) // len(own)
-    share = memory_budget_bytes(fraction or (_LEAST_ON_CPU if on_cpu() else _ON_DEVICES), own)
-    most = memory_budget_bytes(_MOST_ON_CPU, own) if on_cpu() and not fraction else share
     # Loaded weights are no longer free memory, but belong to the budget all the same.
     beside = weights if on_cpu() else 0
     exact = max_total_tokens > 0
@@ -279,17 +278,22 @@ def make_pool(
 
     def plan(scratch: int) -> MemoryPlan:
         few = wanted if exact else min(wanted, _FULL_CONTEXTS * least)
-        budget = beside + max(share, min(most, scratch + few * page_bytes))
-        sizes = budget, weights, scratch, page_bytes
-        mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
-        pages = mine.num_pages
+        with PROMISES.turn():
+            budget = beside + _budget(fraction, own, scratch + few * page_bytes)
+            sizes = budget, weights, scratch, page_bytes
+            mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
+            pages = mine.num_pages
+            if on_cpu():
+                PROMISES.make(scratch + pages * page_bytes)
         if on_cpu() and pages not in (few, wanted):  # free memory there differs at every start
             pages = max(steady(pages), least)
         return replace(mine, num_pages=least_of_all(pages))
 
     page_bytes = opened.dp_size * opened.kv.all_layers_bytes // num_members
     spare = spare_pages * page_bytes // opened.kv.groups + spare_bytes // num_members
-    reserve = (beside + share) // 16 + spare  # compile again only if this was too little
+    # Everything is compiled again only if this was too little.
+    with PROMISES.turn():
+        reserve = (beside + _budget(fraction, own, 0)) // 16 + spare
     final = plan(reserve)
     programs = programs_of(final.num_pages)
     compile_all(programs, kept=opened.kept)
@@ -318,6 +322,17 @@ def check_reads_codes(devices: Sequence[Any]) -> None:
             )
 
 
+def _budget(fraction: float, own: Sequence[jax.Device], needed_bytes: int) -> int:
+    """What a worker may take, beside its weights on CPU.
+
+    fraction: see make_pool. needed_bytes: for scratch and _FULL_CONTEXTS.
+    """
+    if fraction or not on_cpu():
+        return memory_budget_bytes(fraction or _ON_DEVICES, own)
+    least, most = (memory_budget_bytes(share, own) for share in (_LEAST_ON_CPU, _MOST_ON_CPU))
+    return max(least, min(most, needed_bytes))
+
+
 def _check_memory(
     model: Model, kv: KVSpec, context_length: int, fraction: float, max_total_tokens: int
 ) -> None:
@@ -328,15 +343,18 @@ def _check_memory(
     weights = stored_bytes(model)
     share = fraction or (_MOST_ON_CPU if on_cpu() else _ON_DEVICES)
     own = own_devices(model.mesh)
-    budget = memory_budget_bytes(share, own)
-    if on_cpu():
-        budget += int((1.0 - share) * weights)
     least = pages_for(context_length, kv.page_size)
     exact = max_total_tokens > 0
     wanted = max_total_tokens // kv.page_size if exact else least
     ranks = num_ranks(model.mesh)
     page_bytes = ranks * kv.all_layers_bytes * len(own) // model.mesh.size
-    plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks, kv.groups)
+    with PROMISES.turn():
+        budget = memory_budget_bytes(share, own)
+        if on_cpu():
+            budget += int((1.0 - share) * weights)
+        plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks, kv.groups)
+        if on_cpu():
+            PROMISES.make(weights + least * page_bytes)
 
 
 class _Progress:

@@ -16,6 +16,7 @@ from model import processors
 from model.errors import ModelError
 from model.executables import Busy, ExecutableCache, Recipe
 from model.host_memory import available_bytes
+from model.promises import PROMISES
 from model.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -161,12 +162,16 @@ def tree_bytes(tree: Any) -> int:
 def memory_budget_bytes(fraction: float, devices: Sequence[jax.Device]) -> int:
     """Memory that this process may fill with weights, pages and scratch, over all its devices.
 
-    On CPU the virtual devices share the free memory of the host, or of the container.
+    On CPU the virtual devices share what is free in the host or the container, less what other
+    workers there have promised to take (model/promises.py): call in a turn.
     """
     if not 0.0 < fraction <= 1.0:
         raise ModelError(f"--mem-fraction-static must be in (0, 1], got {fraction}")
     if devices[0].platform == "cpu":
-        return int(available_bytes() * fraction)
+        promised = PROMISES.outstanding_bytes()
+        if promised:
+            log.info("other workers of this host will take %s more", mib(promised))
+        return int(max(available_bytes() - promised, 0) * fraction)
     stats = [device.memory_stats() or {} for device in devices]
     return int(min(s.get("bytes_limit", 0) for s in stats) * fraction) * len(devices)
 
@@ -210,6 +215,10 @@ def _pages(num_pages: int, page_bytes: int, num_ranks: int, num_groups: int) -> 
     return f"{num_pages} pages{of_groups}{each} {mib(num_pages * page_bytes)}"
 
 
+_SMALLER = "lower --max-total-tokens, --context-length or --max-running-requests"
+_LIGHTER = "choose a smaller --dtype or --quantization or more devices (--tp-size)"
+
+
 def plan_memory(
     budget_bytes: int,
     weights_bytes: int,
@@ -234,8 +243,8 @@ def plan_memory(
         raise ModelError(
             f"too little memory: weights {mib(weights_bytes)} + scratch {mib(scratch_bytes)} + "
             f"{_pages(need, page_bytes, num_ranks, num_groups)} do not fit in "
-            f"{mib(budget_bytes)}; lower --max-total-tokens, --context-length or "
-            "--max-running-requests, or raise --mem-fraction-static"
+            f"{mib(budget_bytes)}; {_SMALLER if weights_bytes < budget_bytes else _LIGHTER}, or "
+            "raise --mem-fraction-static"
         )
     if exact and wanted_pages < least_pages:
         raise ModelError(

@@ -1,0 +1,99 @@
+"""What processes of this host will still take of its memory: those that start together share it.
+
+Each would otherwise count on what is free now, and load its weights into memory that another is
+about to fill. So each says first how large it will become, in a file that it keeps locked for as
+long as it lives (docs/adr/0066).
+"""
+
+import contextlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from model.claims import locked
+
+log = logging.getLogger(__name__)
+
+_TURN: Final = "turn"  # locked by whoever reads all promises and makes its own
+# For another's turn, which takes milliseconds. If it takes longer, that process is frozen.
+_LONGEST_WAIT_S: Final = 10.0
+
+
+class Promises:
+    """The promises of all processes of one user. folder: where they are; made if need be."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir()) / f"kvferry-memory-{os.geteuid()}"
+        self._usable = False
+        self._own: int | None = None  # a descriptor that stays open, and locked, until the end
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """While in the block, no other process takes its turn: what it finds free is still free."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self._make_folder()
+                file = stack.enter_context((self._folder / _TURN).open("ab"))
+            except OSError as error:
+                self._usable = False
+                log.info("workers that start together may count on the same memory: %s", error)
+            else:
+                self._usable = True
+                locked(file, _LONGEST_WAIT_S)
+            yield
+
+    def make(self, num_bytes: int) -> None:
+        """This process will take so many bytes more than it has now; replaces what it said before.
+
+        Call in a turn.
+        """
+        if not self._usable:
+            return
+        size = psutil.Process().memory_info().rss + num_bytes
+        try:
+            if self._own is None:
+                file = self._folder / str(os.getpid())
+                self._own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                locked(self._own, 0.0)
+            os.ftruncate(self._own, 0)
+            os.pwrite(self._own, str(size).encode(), 0)
+        except OSError as error:
+            log.info("other workers do not know of this one's memory: %s", error)
+
+    def outstanding_bytes(self) -> int:
+        """What the other processes will still take. Call in a turn."""
+        try:
+            found = list(self._folder.iterdir()) if self._usable else []
+        except OSError:
+            return 0
+        files = [file for file in found if file.name.isdecimal()]
+        return sum(_outstanding(file) for file in files if file.name != str(os.getpid()))
+
+    def _make_folder(self) -> None:
+        """Raises OSError if it cannot be made, or belongs to somebody else."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise PermissionError(f"{self._folder} is no folder of this user")
+
+
+def _outstanding(file: Path) -> int:
+    """What a process has promised to take but does not have yet; 0 once it is gone."""
+    try:
+        with file.open("rb") as promise:
+            if locked(promise, 0.0):  # the process is gone
+                file.unlink(missing_ok=True)
+                return 0
+            size = int(promise.read() or 0)
+        return max(size - psutil.Process(int(file.name)).memory_info().rss, 0)
+    except (OSError, ValueError, psutil.Error):  # it is leaving, or belongs to another container
+        return 0
+
+
+PROMISES: Final = Promises()

@@ -1,0 +1,151 @@
+"""Processes that start together do not count on the same memory."""
+
+import contextlib
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from model.host_memory import available_bytes
+from model.promises import Promises
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+NEAR = 16 * MIB  # what a Python process may take or give back beside what is meant
+
+_BEGIN = """
+import sys
+from pathlib import Path
+from model.promises import Promises
+promises = Promises(Path(sys.argv[1]))
+def say(what):
+    print(what, flush=True)
+    return sys.stdin.readline()
+"""
+_TAKES = """
+with promises.turn():
+    promises.make(200 << 20)
+say("promised")
+taken = b"x" * (150 << 20)
+say("taken")
+with promises.turn():
+    promises.make(20 << 20)
+say("promised anew")
+"""
+_ONE_OF_SEVERAL = """
+from model.host_memory import available_bytes
+from model.programs import memory_budget_bytes
+import jax, model.programs
+model.programs.PROMISES = promises
+cpu = jax.devices("cpu")
+wanted = int(sys.argv[2])
+say("ready")
+with promises.turn():
+    fits = memory_budget_bytes(1.0, cpu) >= wanted
+    if fits:
+        promises.make(wanted)
+say("fits" if fits else "does not fit")
+"""
+_HOLDS = """
+with promises.turn():
+    say("in turn")
+say("over")
+"""
+
+
+@contextlib.contextmanager
+def running(program: str, folder: Path, *args: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process that goes on by a line to its stdin; killed when the block ends."""
+    command = [sys.executable, "-c", _BEGIN + program, str(folder), *args]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def go_on(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def outstanding(folder: Path) -> float:
+    """In MiB."""
+    promises = Promises(folder)
+    with promises.turn():
+        return promises.outstanding_bytes() / MIB
+
+
+def test_a_promise_counts_until_it_is_kept_replaced_or_its_process_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "promises"
+    assert outstanding(folder) == 0
+    with running(_TAKES, folder) as process:
+        assert said(process) == "promised"
+        assert outstanding(folder) == pytest.approx(200, abs=NEAR / MIB)
+        go_on(process)
+        assert said(process) == "taken"
+        assert outstanding(folder) == pytest.approx(50, abs=NEAR / MIB)
+        go_on(process)
+        assert said(process) == "promised anew"
+        assert outstanding(folder) == pytest.approx(20, abs=NEAR / MIB)
+    assert outstanding(folder) == 0
+    assert [file.name for file in folder.iterdir()] == ["turn"]
+
+
+def test_its_own_promise_does_not_count(tmp_path: Path) -> None:
+    promises = Promises(tmp_path)
+    with promises.turn():
+        promises.make(100 * MIB)
+        assert promises.outstanding_bytes() == 0
+
+
+def test_of_several_that_start_together_only_as_many_begin_as_fit(tmp_path: Path) -> None:
+    wanted = str(int(0.6 * available_bytes()))  # promised only: nobody takes it
+    with contextlib.ExitStack() as stack:
+        start = [running(_ONE_OF_SEVERAL, tmp_path, wanted) for _ in range(3)]
+        processes = [stack.enter_context(each) for each in start]
+        assert [said(each) for each in processes] == ["ready"] * 3
+        for each in processes:
+            go_on(each)
+        assert sorted(said(each) for each in processes) == ["does not fit"] * 2 + ["fits"]
+
+
+@pytest.mark.parametrize("end", [go_on, subprocess.Popen.kill])
+def test_a_turn_begins_when_the_one_before_it_is_over_or_its_process_dies(
+    tmp_path: Path, end: Callable[["subprocess.Popen[str]"], None]
+) -> None:
+    with running(_HOLDS, tmp_path) as first:
+        assert said(first) == "in turn"
+        with running(_HOLDS, tmp_path) as second:
+            assert second.stdout is not None
+            assert not select.select([second.stdout], [], [], 1.0)[0], "the second one waits"
+            end(first)
+            assert said(second) == "in turn"
+
+
+@pytest.mark.parametrize("what", ["a file", "a link to a folder"])
+def test_a_worker_without_a_folder_of_its_own_starts_all_the_same(
+    tmp_path: Path, what: str
+) -> None:
+    place = tmp_path / "promises"
+    if what == "a file":
+        place.write_text("")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    promises = Promises(place)
+    with promises.turn():
+        promises.make(100 * MIB)
+        assert promises.outstanding_bytes() == 0
+    if what != "a file":
+        assert not list((tmp_path / "elsewhere").iterdir()), "nothing is written through a link"
