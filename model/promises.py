@@ -26,11 +26,12 @@ _LONGEST_WAIT_S: Final = 10.0
 
 
 class Promises:
-    """The promises of all processes of one user. folder: where they are; made if need be."""
+    """The promises of all processes of one user."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(tempfile.gettempdir()) / f"kvferry-memory-{os.geteuid()}"
-        self._usable = False
+        """folder: where they are; default: among the host's temporary files. Made if need be."""
+        self._asked = folder
+        self._folder: Path | None = None  # set in a turn, if it can be used
         self._own: int | None = None  # a descriptor that stays open, and locked, until the end
 
     @contextlib.contextmanager
@@ -38,14 +39,12 @@ class Promises:
         """While in the block, no other process takes its turn: what it finds free is still free."""
         with contextlib.ExitStack() as stack:
             try:
-                self._make_folder()
-                file = stack.enter_context((self._folder / _TURN).open("ab"))
+                folder = self._made_folder()
+                locked(stack.enter_context((folder / _TURN).open("ab")), _LONGEST_WAIT_S)
+                self._folder = folder
             except OSError as error:
-                self._usable = False
+                self._folder = None
                 log.info("workers that start together may count on the same memory: %s", error)
-            else:
-                self._usable = True
-                locked(file, _LONGEST_WAIT_S)
             yield
 
     def make(self, num_bytes: int) -> None:
@@ -53,7 +52,7 @@ class Promises:
 
         Call in a turn.
         """
-        if not self._usable:
+        if self._folder is None:
             return
         size = psutil.Process().memory_info().rss + num_bytes
         try:
@@ -69,18 +68,21 @@ class Promises:
     def outstanding_bytes(self) -> int:
         """What the other processes will still take. Call in a turn."""
         try:
-            found = list(self._folder.iterdir()) if self._usable else []
+            found = list(self._folder.iterdir()) if self._folder is not None else []
         except OSError:
             return 0
         files = [file for file in found if file.name.isdecimal()]
         return sum(_outstanding(file) for file in files if file.name != str(os.getpid()))
 
-    def _make_folder(self) -> None:
+    def _made_folder(self) -> Path:
         """Raises OSError if it cannot be made, or belongs to somebody else."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        found = self._folder.lstat()
+        name = f"kvferry-memory-{os.geteuid()}"
+        folder = self._asked or Path(tempfile.gettempdir()) / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise PermissionError(f"{self._folder} is no folder of this user")
+            raise PermissionError(f"{folder} is no folder of this user")
+        return folder
 
 
 def _outstanding(file: Path) -> int:
