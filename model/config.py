@@ -201,7 +201,11 @@ class ModelConfig:
 
 def check_folder(path: Path) -> None:
     """Raises ModelError unless the path is a folder, as it is not if it names a model on a hub."""
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a folder above it that this user may not enter
+        raise ModelError(f"--model-path {path} cannot be reached: {error.strerror}") from error
+    if not is_folder:
         raise ModelError(
             f"--model-path {path} is not a folder; it takes a checkpoint on this machine, "
             "such as `hf download` makes"

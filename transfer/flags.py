@@ -260,7 +260,11 @@ def security_from(args: argparse.Namespace) -> Security:
 def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:
     """Read the files before anything starts: later, a bad file would look like a lost peer."""
     for file in (ca_file, cert_file, key_file):
-        if not file.is_file():
+        try:
+            is_file = file.is_file()
+        except OSError as error:  # such as a folder above it that this user may not enter
+            raise ConfigError(f"TLS: {file} cannot be reached: {error.strerror}") from error
+        if not is_file:
             raise ConfigError(f"TLS: {file} is not a file")
     try:
         ssl.create_default_context(cafile=str(ca_file))

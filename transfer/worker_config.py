@@ -112,9 +112,7 @@ class WorkerConfig:
         if self.expert_distribution_file:
             if not self.enable_eplb:
                 raise ConfigError("--expert-distribution-file needs --enable-eplb to count rows")
-            folder = Path(self.expert_distribution_file).absolute().parent
-            if not folder.is_dir():
-                raise ConfigError(f"--expert-distribution-file: {folder} is not a folder")
+            _check_parent("--expert-distribution-file", self.expert_distribution_file)
         if self.ep_size == 1:
             usual = WorkerConfig.__dataclass_fields__
             for name in ("ep_num_redundant_experts", "init_expert_location", "enable_eplb"):
@@ -177,6 +175,17 @@ class WorkerConfig:
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model_path.resolve().name
+
+
+def _check_parent(flag: str, file: str) -> None:
+    """Raises ConfigError unless the file would be in a folder that is there."""
+    folder = Path(file).absolute().parent
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:  # such as a folder above it that this user may not enter
+        raise ConfigError(f"{flag}: {folder} cannot be reached: {error.strerror}") from error
+    if not is_folder:
+        raise ConfigError(f"{flag}: {folder} is not a folder")
 
 
 def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
