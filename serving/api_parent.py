@@ -26,10 +26,7 @@ _MAX_PATH_BYTES = 107  # of a Unix socket's path, on Linux
 def run(config: ServeConfig, security: Security) -> None:
     """Serve with config.api_workers processes until told to stop, or until one fails for good."""
     flags.log_config(config)
-    with (
-        claimed_for_children(config) as sock,
-        tempfile.TemporaryDirectory(prefix="kvferry-") as folder,
-    ):
+    with claimed_for_children(config) as sock, _private_folder() as folder:
         # A process that dies with its supervisor does not leave the `with` block, and its children
         # may not know of the folder yet.
         flags.when_orphaned(partial(shutil.rmtree, folder, ignore_errors=True))
@@ -39,6 +36,17 @@ def run(config: ServeConfig, security: Security) -> None:
         body = partial(_run, config, security, sock, folder)
         supervisor = Supervisor(security.token, _STOP_TIMEOUT_S, config.drain_timeout_s)
         supervise("serve", supervisor, body)
+
+
+def _private_folder() -> "tempfile.TemporaryDirectory[str]":
+    """A new folder that only this user can enter, removed at the end. Raises ConfigError."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="kvferry-")
+    except OSError as error:  # as in a container whose file system may only be read
+        raise ConfigError(
+            f"--api-workers needs a folder for sockets, and none can be made: {error}; set TMPDIR "
+            "to a folder that may be written to"
+        ) from error
 
 
 async def _run(

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from typing import Self
+from urllib.parse import quote
 
 import msgspec
 
@@ -34,8 +35,8 @@ class Seat(msgspec.Struct, frozen=True):
         return ((_ENV, msgspec.json.encode(self).decode()),)
 
     def address_of(self, process: int) -> str:
-        """The address where that process answers the others, as gRPC reads it."""
-        return f"unix:{self.folder}/{process}"
+        """The address where that process answers the others, as gRPC reads it: part of a URI."""
+        return f"unix:{quote(self.folder)}/{process}"
 
     def share_of(self, config: ServeConfig) -> ServeConfig:
         """The config with this process's part of the server's limits; all parts add up to them."""

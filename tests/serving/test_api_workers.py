@@ -1,6 +1,7 @@
 """Several HTTP processes behind one address: one dies alone, and each answers for all."""
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -9,7 +10,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.fakes import FakeCluster, until
+from serving import api_parent
+from serving.config import ServeConfig
+from tests.fakes import SECURITY, FakeCluster, until
 from tests.serving.commands import MODEL, TOKEN, copy_of, refused, start
 from tests.serving.live import alphabet, letters
 from tests.serving.processes import (
@@ -24,6 +27,7 @@ from tests.serving.processes import (
 )
 from tests.serving.test_listening import leave_stale
 from tests.serving.test_metrics import parsed
+from transfer.errors import ConfigError
 
 TWO = "--api-workers=2"
 NOWHERE = "127.0.0.1:1"
@@ -279,6 +283,32 @@ async def test_processes_share_a_unix_socket(tmp_path: Path) -> None:
         await all_ready(server)
         await stopped(server, signal.SIGTERM)
         assert not path.exists()
+
+
+async def test_processes_meet_whatever_characters_the_path_of_their_folder_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC takes the path for a part of a URI."""
+    odd = tmp_path / "a b%20?#ü"
+    odd.mkdir()
+    monkeypatch.setenv("TMPDIR", str(odd))
+    async with FakeCluster(network=alphabet) as cluster, serving(cluster, tmp_path, TWO) as server:
+        assert sorted(await server.pids()) == [0, 1]
+        assert len([*odd.glob("kvferry-*/[01]")]) == 2
+        assert await server.stop() == 0, server.command.text
+    assert not [*odd.iterdir()]
+
+
+def test_a_host_without_a_folder_for_sockets_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(**_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", none)
+    config = ServeConfig(MODEL, NOWHERE, port=0, api_workers=2)
+    with pytest.raises(ConfigError, match=r"--api-workers .*\['/tmp'\]; set TMPDIR to a folder"):
+        api_parent.run(config, SECURITY)
 
 
 async def test_every_process_takes_the_template_that_was_given(tmp_path: Path) -> None:
