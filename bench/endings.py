@@ -70,6 +70,14 @@ def deaf_children() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+def words_of(module: str) -> list[str]:
+    """The words that run a module of ours, found where this process has found its own.
+
+    `kvferry bench` passes -P: the current folder may have a model.py of its own.
+    """
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module]
+
+
 @contextlib.contextmanager
 def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
     """A process that answers in lines until its stdin ends, at the end of the block.

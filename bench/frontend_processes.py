@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import psutil
 
 from bench.arguments import API_KEY_ENV
 from bench.client import Server
-from bench.endings import deaf_children, lifeline
+from bench.endings import deaf_children, lifeline, words_of
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
 from bench.frontend_plan import HOST
@@ -49,7 +48,7 @@ class Child:
         the module as the engine of its project's server."""
         numbers = [sock.fileno() for sock in sockets]
         self._module = module
-        ours = [sys.executable, "-m", module]
+        ours = words_of(module)
         words = [peer_python, "-m", module, "engine"] if peer_python else ours
         with deaf_children():
             self._process = subprocess.Popen(
@@ -307,7 +306,7 @@ class _Starting:
             }
             with deaf_children():
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", *self._command],
+                    [*words_of(self._command[0]), *self._command[1:]],
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=subprocess.STDOUT,

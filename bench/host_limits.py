@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.endings import child
+from bench.endings import child, words_of
 
 HEADER = struct.Struct("<Q")
 _BUFFER_BYTES = 4 << 20
@@ -155,7 +155,7 @@ def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
 @contextmanager
 def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[], float]]]:
     """Connections to a receiving process, which ends with them, and a reader of its CPU seconds."""
-    command = [sys.executable, "-m", "bench.host_limits", str(streams)]
+    command = [*words_of("bench.host_limits"), str(streams)]
     with child(command) as process, ExitStack() as stack:
         asked, told = process.stdin, process.stdout
         assert asked is not None

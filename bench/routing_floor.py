@@ -9,12 +9,11 @@ import contextlib
 import random
 import struct
 import subprocess
-import sys
 from contextlib import ExitStack
 
 import uvloop
 
-from bench.endings import deaf_children
+from bench.endings import deaf_children, words_of
 from transfer.clock import SYSTEM_CLOCK
 
 _TOLD = struct.Struct("<d")
@@ -24,7 +23,7 @@ _SETTLE_S = 0.2
 
 def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
     """Seconds from end to end of each message; one message per turn, at random times."""
-    command = [sys.executable, "-m", __name__]
+    command = words_of(__name__)
     with ExitStack() as stack:
         with deaf_children():
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -12,13 +12,13 @@ import os
 import random
 import secrets
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from bench import routing_floor
+from bench.endings import words_of
 from bench.report import Report
 from transfer import wire
 from transfer.bootstrap import RegistryClient
@@ -149,7 +149,7 @@ class _Cluster:
 def _registry(token: str) -> Iterator[str]:
     """The address of a registry that runs during the block. Raises Failed if it does not start."""
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "serving.launch", "registry"]
+    command = [*words_of("serving.launch"), "registry"]
     process = subprocess.Popen(
         [*command, "--disaggregation-bootstrap-port=0"],
         env=os.environ | {TOKEN_ENV: token, NOTIFY_ENV: str(writing)},

@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.client import MALFORMED, Server, Trace, get_json, stream_completion
 from bench.dummy_model import flags_of, write_model
-from bench.endings import lifeline
+from bench.endings import lifeline, words_of
 from bench.report import Report
 from bench.shapes import SHAPES
 from bench.timelines import read_timelines, report_timelines
@@ -151,7 +151,7 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
     Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S.
     """
     server = free_address()
-    command = [sys.executable, "-m", "serving.launch", "up", *arguments]
+    command = [*words_of("serving.launch"), "up", *arguments]
     command += ["--host", server.host, "--port", str(server.port)]
     with tempfile.TemporaryFile() as log, lifeline() as fd:
         process = subprocess.Popen(

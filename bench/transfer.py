@@ -10,7 +10,6 @@ import os
 import queue
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.endings import child
+from bench.endings import child, words_of
 from bench.host_limits import (
     PageWork,
     memcpy_cpu_s_per_gb,
@@ -101,7 +100,7 @@ class Peer:
 @contextmanager
 def receiving_process(work: PageWork, backend: str, on_device: bool = False) -> Iterator[Peer]:
     """A peer for one workload, ended with the block."""
-    command = [sys.executable, "-m", "bench.transfer_peer", work.name, TOKEN, backend]
+    command = [*words_of("bench.transfer_peer"), work.name, TOKEN, backend]
     command += ["devices"] if on_device else []
     with child(command) as process:
         yield Peer(process)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from subprocess import PIPE
 
 import psutil
@@ -97,3 +98,21 @@ def test_who_started_deaf_children_hears_ctrl_c_afterwards():
     with deaf_children():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+@pytest.mark.parametrize("words", [["-P", "-m", "serving.launch", "bench"], ["-m", "bench"]])
+def test_its_processes_find_our_modules_where_it_does(words: list[str], tmp_path: Path):
+    """`kvferry bench` runs in any folder, also in one with a model.py; `-m bench`, in a clone."""
+    root, is_kvferry = Path(__file__).parents[2], words[0] == "-P"
+    (tmp_path / "model.py").write_text("raise SystemExit('not ours')")
+    asked = ["transfer", "--only=small", "--backend=tcp", "--budget-s=0.001"]
+    done = subprocess.run(
+        [sys.executable, *words, *asked],
+        cwd=tmp_path if is_kvferry else root,
+        env=os.environ | ({"PYTHONPATH": str(root)} if is_kvferry else {}),
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tcp p50" in done.stdout
