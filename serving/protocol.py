@@ -6,6 +6,7 @@ error in a field is found before any text is tokenized.
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -27,6 +28,8 @@ from serving.tokenizer import Tokenizer
 from serving.turns import Turns
 from transfer import wire
 from transfer.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128  # of one prompt
 MAX_STOP_STRINGS = 16
@@ -121,6 +124,12 @@ class ServedModel:
         # Renders long conversations, one at a time: rendering shares the GIL with every stream.
         self.templates = Turns("chat template", _MAX_TEMPLATES_WAITING, config.queue_timeout_s)
         self.vocab_size = model_config.vocab_size
+        if tokenizer.vocab_size > self.vocab_size:
+            log.warning(
+                "%s: token ids of the tokenizer go up to %d, those of the model to %d: prompts "
+                "with other tokens are refused",
+                config.model_path, tokenizer.vocab_size - 1, self.vocab_size - 1,
+            )  # fmt: skip
         self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
         if len(self.eos_ids) > wire.MAX_STOP_IDS:
             what = f"{config.model_path}: {len(self.eos_ids)} tokens end a text (eos_token_id)"
@@ -162,8 +171,8 @@ class ServedModel:
         """Ids of a text. A long one is tokenized off the event loop, in the loop's own threads.
 
         name: the field that has the text. threads: used instead of the loop's own. Raises ApiError
-        (code context_length_exceeded) for a text that cannot fit, without tokenizing all of it,
-        which might take minutes.
+        for a token that the model does not have, and (code context_length_exceeded) for a text that
+        cannot fit, without tokenizing all of it, which might take minutes.
         """
         loop, length = asyncio.get_running_loop(), self.context_length()
         if len(text) > _CHARACTERS_PER_TOKEN * length:
@@ -171,9 +180,17 @@ class ServedModel:
             fewest = await loop.run_in_executor(threads, count, text, length)
             if fewest > length:
                 raise too_long(name, length, f"the prompt has {fewest} or more")
+        encode = self.tokenizer.encode
         if len(text) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await loop.run_in_executor(threads, self.tokenizer.encode, text, add_special_tokens)
+            ids = encode(text, add_special_tokens)
+        else:
+            ids = await loop.run_in_executor(threads, encode, text, add_special_tokens)
+        # A model would compute something for any number; most tokenizers have no such ids.
+        if self.tokenizer.vocab_size > self.vocab_size and max(ids, default=0) >= self.vocab_size:
+            strange = next(token_id for token_id in ids if token_id >= self.vocab_size)
+            what = f"{quoted(self.tokenizer.token_text(strange))} is token {strange}, and the model"
+            raise bad_field(name, f"{what} has only those from 0 to {self.vocab_size - 1}")
+        return ids
 
 
 def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> SamplingDefaults:
