@@ -376,7 +376,8 @@ WORKER_HELP = {
     "host": "address to listen on, by which peers reach this process",
     "port": "port to listen on; 0 picks one",
     "worker_id": "name in the cluster; '': made from role, host and port",
-    "served_model_name": "model name in the API; '': the folder's name",
+    "served_model_name": "model name in the log and in /get_server_info; '': the folder's name; in "
+    "the API the model has the name that `serve` is given",
     "load_format": "auto: load the folder's weights; dummy: make random ones, to measure speed",
     "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
     "context_length": "maximum tokens of a request, prompt and output; 0: the model's (at most "
