@@ -35,8 +35,7 @@ def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError if spans cannot be sent to `endpoint`; "" turns them off."""
     if not endpoint:
         return
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_url(endpoint):
         raise ConfigError(
             f"--otlp-traces-endpoint must be a URL like http://HOST:4318/v1/traces, got {endpoint}"
         )
@@ -45,6 +44,14 @@ def check_endpoint(endpoint: str) -> None:
             "--otlp-traces-endpoint needs packages that are not installed: the extra otel of "
             "kvferry (opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http)"
         )
+
+
+def _is_url(endpoint: str) -> bool:
+    try:
+        parts = urlsplit(endpoint)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half of the brackets of IPv6
+        return False
 
 
 def _is_there(package: str) -> bool:

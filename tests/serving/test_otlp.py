@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import queue
+import re
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -76,8 +77,9 @@ def test_an_endpoint_is_refused_at_once_when_it_cannot_work(
 ) -> None:
     check_endpoint("")
     check_endpoint("http://collector:4318/v1/traces")
-    for bad in ("collector:4318", "http://", "http:///v1/traces", "ftp://collector"):
-        with pytest.raises(ConfigError, match=f"must be a URL like .* got {bad}"):
+    malformed = ("http://collector:99999/v1/traces", "http://c:http/", "http://[::1/v1/traces")
+    for bad in ("collector:4318", "http://", "http:///v1/traces", "ftp://collector", *malformed):
+        with pytest.raises(ConfigError, match=f"must be a URL like .* got {re.escape(bad)}"):
             check_endpoint(bad)
     monkeypatch.setattr(serving.otlp, "_PACKAGES", ("no_such_package.inside",))
     check_endpoint("")
