@@ -281,7 +281,9 @@ def registry_host(address: str) -> str:
     try:
         return split_host_port(address)[0]
     except ValueError as error:
-        raise ConfigError(f"--registry-address must be host:port, got {address!r}") from error
+        raise ConfigError(
+            f"--registry-address must be host:port, or [host]:port for IPv6, got {address!r}"
+        ) from error
 
 
 class RegistryClient:

@@ -48,8 +48,14 @@ def host_port(host: str, port: int) -> str:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Both apart, the host without brackets. Raises ValueError for anything but host:port."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError(f"expected host:port, got {address!r}")
-    return host.strip("[]"), int(port)
+    """Both apart, the host without brackets. Raises ValueError for anything but host:port.
+
+    IPv6 has to have brackets, and nothing else may: gRPC would read `::1:8998` as a host alone, and
+    call it at another port.
+    """
+    given, _, port = address.rpartition(":")
+    host = given[1:-1] if given[:1] == "[" and given[-1:] == "]" else given
+    is_bare = not set(host) & set("[]/") and (":" in host) == (host != given)
+    if not host or not is_bare or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"expected host:port, or [host]:port for IPv6, got {address!r}")
+    return host, int(port)

@@ -136,8 +136,8 @@ class WorkerConfig:
                 split_host_port(self.dist_init_addr)
             except ValueError as error:
                 raise ConfigError(
-                    f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 waits "
-                    f"for the others; got {self.dist_init_addr!r}"
+                    f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, or [HOST]:PORT for "
+                    f"IPv6, where node 0 waits for the others; got {self.dist_init_addr!r}"
                 ) from error
             if self.enable_eplb and self.dp_size > 1:
                 raise ConfigError(

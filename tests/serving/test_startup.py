@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -315,7 +316,7 @@ def test_an_address_without_host_or_port_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(flags.TOKEN_ENV, TOKEN)
-    refusal = "--registry-address must be host:port, got "
+    refusal = re.escape("--registry-address must be host:port, or [host]:port for IPv6, got ")
     with pytest.raises(ConfigError, match=refusal):
         RegistryClient(address, Security(TOKEN), SYSTEM_CLOCK)
     with pytest.raises(ConfigError, match=refusal):

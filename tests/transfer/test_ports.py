@@ -1,0 +1,19 @@
+"""Addresses of hosts as text: apart and together again, and what is none."""
+
+import pytest
+
+from transfer.ports import host_port, split_host_port
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("host", 80), ("10.0.0.1", 8998), ("::1", 1), ("fe80::1%eth0", 65535)]
+)
+def test_an_address_comes_apart_as_it_was_put_together(host: str, port: int) -> None:
+    assert split_host_port(host_port(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize("address", ["::1:8998", "[::1:8998", "::1]:8998", "[]:1", "[host]:1"])
+def test_brackets_are_around_ipv6_and_nothing_else(address: str) -> None:
+    """gRPC calls the host ::1:8998 for the first, at the port of HTTPS."""
+    with pytest.raises(ValueError, match=r"expected host:port, or \[host\]:port for IPv6, got"):
+        split_host_port(address)
