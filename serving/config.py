@@ -103,6 +103,11 @@ class ServeConfig:
                     "--allowed-origins: expected * or origins as browsers send them, such as "
                     f"https://example.com or http://localhost:3000, got {origin!r}"
                 )
+        if self.api_key != self.api_key.strip() or not self.api_key.isprintable():
+            raise ConfigError(
+                "--api-key, or $KVFERRY_API_KEY, must not have control characters, nor blanks or "
+                "line ends around it: no client could send it"
+            )
         if not self.host:
             raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")
         check_port(self, "port")

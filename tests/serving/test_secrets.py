@@ -9,7 +9,7 @@ from serving.api import HELP
 from serving.config import ServeConfig
 from tests.cluster import wait_until
 from tests.ports import free_port
-from tests.serving.commands import MODEL, start
+from tests.serving.commands import MODEL, refused, start
 from transfer import flags
 
 KEY = "a-key-that-nobody-sees"
@@ -29,6 +29,18 @@ def test_a_key_comes_from_the_environment_unless_a_flag_says_otherwise(
     assert config.api_key == key
     assert dict(flags.secrets_of(config)) == {"KVFERRY_API_KEY": key}
     assert KEY not in parser.format_help()
+
+
+@pytest.mark.parametrize("command", ["up", "serve --registry-address=127.0.0.1:1"])
+@pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY}", "in\tside"])
+def test_a_key_that_no_client_can_send_is_refused_without_being_shown(
+    command: str, key: str, tmp_path: Path
+) -> None:
+    """A Secret made from a file ends in a line end, which HTTP has no way to send."""
+    words = (*command.split(), "--port=0", f"--model-path={MODEL}")
+    line = refused(start(tmp_path, *words, KVFERRY_API_KEY=key))
+    assert "--api-key, or $KVFERRY_API_KEY, must not have control characters, nor blanks" in line
+    assert key.strip() not in line
 
 
 def test_no_process_has_the_key_on_its_command_line(tmp_path: Path) -> None:
