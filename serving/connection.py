@@ -213,11 +213,12 @@ class Connection(HttpToolsProtocol):
     A client of HTTP/1.0 does not know chunks, so a body of unknown length goes to it unchunked and
     ends with the connection (RFC 9112, 6.1 and 6.3); uvicorn would send chunks.
 
-    It reads requests as uvicorn's does, with five differences. The number of connected clients has
+    It reads requests as uvicorn's does, with six differences. The number of connected clients has
     a bound. A head has a bound and a deadline. What is not a valid request is answered like any
     other error. A request that also offers another protocol keeps its body, which uvicorn drops;
     some clients, such as Java's own, offer HTTP/2 with every request. When a client that sent
-    several requests at once leaves, the request being answered is told; uvicorn tells the last.
+    several requests at once leaves, the request being answered is told; uvicorn tells the last. A
+    connection is idle, too, once a body came that its answer did not wait for.
     """
 
     # Slots, unlike uvicorn's attributes: with a few more attributes, each connection's dictionary
@@ -305,6 +306,8 @@ class Connection(HttpToolsProtocol):
         # Most heads come in one read, so later requests of a connection mostly need no timer.
         if not self._awaits_head:
             self._cancel_head_due()
+            if self._got_on and self._answering is None:
+                self._await_next()
         elif self._head_due is None:
             self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
 
@@ -384,6 +387,17 @@ class Connection(HttpToolsProtocol):
             return
         message = f"the head of the request did not come within {self._linger_s:g} s"
         self._refuse(ApiError(408, message, code="request_timeout"))
+
+    def _await_next(self) -> None:
+        """Start the time of an idle connection anew: what came is of a request that has its answer.
+
+        An answer that needs no body, such as a 404, may come before it. uvicorn starts that time
+        only with an answer, and what came has ended it.
+        """
+        if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _cancel_head_due(self) -> None:
         if self._head_due is not None:

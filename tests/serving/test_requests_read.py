@@ -195,6 +195,19 @@ async def test_line_ends_are_no_request_and_keep_no_connection() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("rest", [b"x" * 9, b"x"], ids=["all of it", "part of it"])
+async def test_a_body_that_comes_after_its_answer_keeps_no_connection(rest: bytes) -> None:
+    async with live_server(timeout_keep_alive_s=0.2) as live:
+        reader, writer = await opened(live)
+        async with asyncio.timeout(20):
+            writer.write(b"POST /none HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            status, _ = await answer_of(reader)
+            assert status == 404
+            writer.write(rest)
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_half_a_head_behind_a_request_does_not_cut_its_answer() -> None:
     async with live_server(auto_step=False, slow_client_timeout_s=0.5) as live:
         reader, writer = await opened(live)
