@@ -149,9 +149,9 @@ class GenerateReader:
         starts = _each("logprob_start_len", fields.logprob_start_len, num_prompts)
         tops = _each("top_logprobs_num", fields.top_logprobs_num, num_prompts)
         self._rids = _each("rid", fields.rid, num_prompts)
-        self._n, *other = {num_choices(params.n) for params in self._params}
-        if other:
-            raise bad_field("n", "must be the same for all prompts of a batch")
+        self._n = _same("n", [num_choices(params.n) for params in self._params])
+        intervals = [interval_of(params.stream_interval) for params in self._params]
+        self._interval = _same("stream_interval", intervals)
         self._prompt_name = "text" if fields.text is not None else "input_ids"
         check_room(self._prompt_name, num_prompts, self._n, model.config)
         self._shown = [
@@ -233,7 +233,7 @@ class GenerateReader:
             choices[0].request_id,
             choices,
             stream=bool(fields.stream),
-            stream_interval=interval_of(self._params[0].stream_interval),
+            stream_interval=self._interval,
             cache_salt=fields.cache_salt or "",
             ranks=self._ranks,
         )
@@ -265,6 +265,13 @@ def _each[T](name: str, value: T | list[T] | None, count: int) -> list[T | None]
     if len(value) != count:
         raise bad_field(name, f"expected one entry for each of {count} prompts, got {len(value)}")
     return list(value)
+
+
+def _same[T](name: str, values: Sequence[T]) -> T:
+    """The value that all prompts of a batch have, as it is one of the whole answer."""
+    if any(value != values[0] for value in values):
+        raise bad_field(name, "must be the same for all prompts of a batch")
+    return values[0]
 
 
 def _shown(

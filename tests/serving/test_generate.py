@@ -178,6 +178,17 @@ async def test_events_of_a_batch_carry_an_index_and_intervals_hold() -> None:
             assert all(len(b) - len(a) >= 4 for a, b in itertools.pairwise(texts[:-1]))
 
 
+@pytest.mark.parametrize("second", [2, 0, None])
+async def test_prompts_of_a_batch_that_ask_for_different_intervals_are_refused(
+    second: int | None,
+) -> None:
+    async with live_server() as live:
+        sampling = [params(stream_interval=4), params(stream_interval=second)]
+        response = await live.post("/generate", {"text": ["a", "b"], "sampling_params": sampling})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "stream_interval"
+
+
 async def test_a_bad_field_is_a_400_that_names_it() -> None:
     async with live_server() as live:
         response = await live.post("/generate", {"text": "a", "sampling_params": {"top_p": 9}})
