@@ -133,6 +133,7 @@ def read_responses(body: bytes) -> ResponsesFields:
 
 def chat_of(fields: ResponsesFields) -> ChatFields:
     """The chat request that these fields amount to. Raises ApiError for what no chat can have."""
+    _check_namespaces(fields)
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     assert fields.input is not None, "it was read"
     own = {"tools", "tool_choice", *_OF_CHATS}
@@ -196,6 +197,20 @@ def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], st
                     path = f"{where}.tools[{i}]"
                     check_function(one, path)
                     yield one, _name_of(tool, where), path
+
+
+def _check_namespaces(fields: ResponsesFields) -> None:
+    """Raises ApiError for functions of one name in different namespaces.
+
+    The model is shown, and writes, the name alone: its call could be given the wrong namespace.
+    """
+    known: dict[str, tuple[str, str]] = {}
+    for function, namespace, where in _all_functions(fields):
+        other, first = known.setdefault(function["name"], (namespace, where))
+        if other != namespace:
+            what = f"{quoted(function['name'])} is also the name of {first}, in another namespace"
+            why = "this server tells functions apart by name alone"
+            raise ApiError(400, f"{where}.name: {what}; {why}", "tools", "unsupported_parameter")
 
 
 def _name_of(tool: dict[str, Any], where: str) -> str:

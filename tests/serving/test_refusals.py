@@ -150,6 +150,21 @@ async def test_what_nobody_could_serve_is_refused_before_anybody_works_on_it(
                 assert message in error["message"]
 
 
+async def test_functions_that_only_a_namespace_tells_apart_are_refused() -> None:
+    """A call has a name alone, so the client would be told of the wrong namespace."""
+    get = {"type": "function", "name": "get"}
+    crm, bills = ({"type": "namespace", "name": name, "tools": [get]} for name in ("crm", "bills"))
+    async with live_server(tool_call_parser="hermes") as live:
+        for tools in ([crm, bills], [crm, get], [get, crm]):
+            response = await live.post("/v1/responses", {"input": "Hi!", "tools": tools})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "tools")
+            assert "'get' is also the name of tools[0]" in error["message"]
+        for tools in ([crm], [crm, crm], [get, {**bills, "tools": [{**get, "name": "pay"}]}]):
+            response = await live.post("/v1/responses", {"input": "Hi!", "tools": tools})
+            assert response.status_code == 200
+
+
 async def test_a_tool_that_is_no_function_is_a_400_that_says_why() -> None:
     function = {"name": "look"}
     async with live_server() as live:
