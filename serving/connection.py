@@ -139,16 +139,18 @@ class BodyWriter:
     """Puts chunks of a response's body on its connection, past the server's `send`.
 
     The caller may write only while `ready`, and while the server's response is between two messages
-    of a chunked body. server: what the server writes to.
+    of a chunked body. server: what the server writes to. has_stream: the response is an
+    EventStream, which decides for itself how long its client may read nothing.
     """
 
-    __slots__ = ("_borrower", "_slot", "ready", "server", "write")
+    __slots__ = ("_borrower", "_slot", "has_stream", "ready", "server", "write")
 
     def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
         """linger_s: as of ServerTransport."""
         self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
         self.server = ServerTransport(transport, linger_s)
         self.ready = True  # the client is connected, and no write waits for it
+        self.has_stream = False
         self._borrower: Borrower | None = None
         self._slot = -1
 
@@ -232,6 +234,7 @@ class Connection(HttpToolsProtocol):
         "_num_dropped",
         "_num_unread",
         "_running",
+        "_unread_due",
         "_writer",
     )
 
@@ -259,6 +262,7 @@ class Connection(HttpToolsProtocol):
         self._num_unread = 0  # bytes read since the last read that got on
         self._num_dropped = -1  # bytes since the client was refused; -1: it was not
         self._running: RequestResponseCycle | None = None  # being answered; later ones may wait
+        self._unread_due: asyncio.TimerHandle | None = None  # only while writing is paused
         super().__init__(config, server_state, dict(app_state), _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -339,6 +343,8 @@ class Connection(HttpToolsProtocol):
             cycle.chunked_encoding = False
             cycle.expected_content_length = _UntilClosed()
         super()._start_asgi_task(cycle, app)
+        if self.flow.write_paused:
+            self._watch_unread()
 
     def _feed(self, data: memoryview) -> None:
         """Raises HttpParserError."""
@@ -389,10 +395,9 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _await_next(self) -> None:
-        """Start the time of an idle connection anew: what came is of a request that has its answer.
+        """Start an idle connection's time anew, which uvicorn does only after an answer.
 
-        An answer that needs no body, such as a 404, may come before it. uvicorn starts that time
-        only with an answer, and what came has ended it.
+        An answer that needs no body, such as a 404, came before it, and the body ended that time.
         """
         if not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -442,12 +447,37 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
         if self._writer is not None:
             self._writer.hinder()
+            if not self._writer.has_stream:
+                self._watch_unread()
 
     def resume_writing(self) -> None:
         """The client has read most of it."""
         super().resume_writing()
+        self._unwatch_unread()
         if self._writer is not None:
             self._writer.ready = True
+
+    def _watch_unread(self) -> None:
+        """Cut the client if it reads nothing for too long while another answer waits for that."""
+        if self._unread_due is None:
+            cut, num_unread = self._cut_unless_read, self.transport.get_write_buffer_size()
+            self._unread_due = self.loop.call_later(self._linger_s, cut, num_unread)
+
+    def _cut_unless_read(self, num_unread: int) -> None:
+        self._unread_due = None
+        due = self._running if self._answering is not None else None
+        # An answer by HTTP/1.0 is the only one of its connection, and may be a stream.
+        has_others = due is not None and due.scope["http_version"] != "1.0"
+        is_watched = has_others and self._writer is not None and not self._writer.has_stream
+        if is_watched and self.transport.get_write_buffer_size() >= num_unread:
+            self.transport.abort()
+        else:
+            self._watch_unread()
+
+    def _unwatch_unread(self) -> None:
+        if self._unread_due is not None:
+            self._unread_due.cancel()
+            self._unread_due = None
 
     def eof_received(self) -> None:
         """The client asks for nothing more. Close now: asyncio would, but without a time limit."""
@@ -456,6 +486,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody reads any more. Tells the request that is being answered."""
         self._cancel_head_due()
+        self._unwatch_unread()
         if self._writer is not None:
             self._writer.close()
         super().connection_lost(exc)

@@ -115,6 +115,8 @@ class EventStream:
         self._send_start = send_start
         self._send_body = cast(_DrivenSend, send_body)
         self.body_writer = body_writer
+        if body_writer is not None:
+            body_writer.has_stream = True
         self._headers = headers
         self._outbox = outbox
         self._timers = timers
@@ -224,6 +226,8 @@ class EventStream:
     def close(self) -> None:
         """Nobody reads any more. What is queued is dropped."""
         self._close(None)
+        if self.body_writer is not None:
+            self.body_writer.has_stream = False
         self._disarm()
         self._queue.clear()
         self._places.clear()

@@ -27,7 +27,14 @@ from serving.event_stream import EventStream, Outbox
 from serving.timers import LoopTimers
 from tests.recording import until
 from tests.serving.live import live_server
-from tests.serving.test_slow_client import ask, read_until, text_after, text_of, writes_of
+from tests.serving.test_slow_client import (
+    ask,
+    read_until,
+    send,
+    text_after,
+    text_of,
+    writes_of,
+)
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 NUM_TOKENS = 60
@@ -288,6 +295,53 @@ def test_a_closed_connection_waits_for_a_client_only_while_that_reads(
                         body += more
                     assert len(body) == num_bytes
                 await until(lambda: not state.connections)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+
+
+@pytest.mark.parametrize("path", ["/small", "/big"])
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_client_that_asks_again_and_reads_nothing_is_cut(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], path: str
+) -> None:
+    """The second answer waits until the first was read, and nothing else bounds that wait."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        num_bytes = 16 << 20 if scope["path"] == "/big" else 1  # more than sockets hold
+        headers = [(b"content-length", b"%d" % num_bytes)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * num_bytes})
+
+    async def play() -> None:
+        async with served(app, linger_s=0.2) as (state, address):
+            with socket.create_connection(address) as sock:
+                for each in ("/big", path):
+                    sock.sendall(f"GET {each} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                await until(lambda: state.total_requests == 1)
+                await until(lambda: not state.connections and not state.tasks)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_client_that_asks_again_and_reads_slowly_gets_both_answers(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def play() -> None:
+        fields = {"prompt": [5] * 300, "max_tokens": 1, "prompt_logprobs": 20, "n": 9}
+        async with live_server(send_buffer_bytes=4096, slow_client_timeout_s=0.5) as live:
+            sock = await send(live, "/v1/completions", fields)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(sock, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            data = b""
+            with sock:
+                for _ in range(10):  # in all for longer than it may pause
+                    await asyncio.sleep(0.1)
+                    data += await loop.sock_recv(sock, 1 << 15)
+                data = await read_until(sock, b'{"version":', data)
+            assert data.count(b"HTTP/1.1 200 OK") == 2
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(play())
