@@ -86,15 +86,15 @@ class LogprobShapes:
 
     def prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
         """For each position a map from token id to logprob, rank and text; None when not asked."""
-        if not choice.ask.shown.prompt_logprobs:
-            return None
-        return [self._position(entry) for entry in choice.prompt_entries]
+        count = choice.ask.shown.num_own_prompt_logprobs
+        return None if count < 0 else [self._position(e, count) for e in choice.prompt_entries]
 
-    def _position(self, entry: Entry) -> dict[str, Any] | None:
+    def _position(self, entry: Entry, count: int) -> dict[str, Any] | None:
         if entry.logprob is None:
             return None
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
-        values = {entry.token_id: entry.logprob, **dict(entry.top)}
+        top = entry.top[:count]  # an echo may have more
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, 1)}
+        values = {entry.token_id: entry.logprob, **dict(top)}
         return {
             str(token_id): {
                 "logprob": value,

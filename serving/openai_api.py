@@ -299,7 +299,7 @@ def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:
 
 
 def _shown(fields: OpenAIFields, num_logprobs: int, drop_output: bool) -> Shown:
-    num_prompt_logprobs = check_logprobs("prompt_logprobs", fields.prompt_logprobs)
+    num_prompt_logprobs = own = check_logprobs("prompt_logprobs", fields.prompt_logprobs)
     if fields.echo and isinstance(fields, CompletionFields):
         # An echoed prompt has logprobs like the rest.
         num_prompt_logprobs = max(num_prompt_logprobs, num_logprobs)
@@ -310,7 +310,7 @@ def _shown(fields: OpenAIFields, num_logprobs: int, drop_output: bool) -> Shown:
         stop_ids=frozenset(few("stop_token_ids", fields.stop_token_ids, wire.MAX_STOP_IDS)),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
-        prompt_logprobs=fields.prompt_logprobs is not None,
+        num_own_prompt_logprobs=own,
         echo=bool(fields.echo),
         drop_output=drop_output,
         token_ids=bool(fields.return_token_ids),

@@ -56,7 +56,7 @@ class Shown:
     stop_ids: frozenset[int] = frozenset()  # those the client named; eos ids are not among them
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
-    prompt_logprobs: bool = False  # in a field of their own, apart from what is echoed
+    num_own_prompt_logprobs: int = -1  # of these, in a field apart from what is echoed
     prompt_logprobs_start: int = 0
     echo: bool = False
     drop_output: bool = False  # max_tokens 0: one token is generated, but not shown

@@ -55,7 +55,7 @@ class Asked:
     interval: int = 1
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
-    prompt_logprobs: bool = False
+    num_own_prompt_logprobs: int = -1
     echo: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
@@ -150,7 +150,7 @@ class PlainChoice:
         of_prompt: dict[str, Any] = {}
         if asked.token_ids:
             of_prompt["prompt_token_ids"] = list(asked.prompt_ids)
-        if asked.prompt_logprobs:
+        if asked.num_own_prompt_logprobs >= 0:
             of_prompt["prompt_logprobs"] = [self._position(token) for token in self.prompt]
         ids: dict[str, Any] = {"token_ids": []} if asked.token_ids else {}
         if asked.is_chat:
@@ -221,7 +221,7 @@ class PlainChoice:
     def _position(self, token: PromptToken) -> dict[str, Any] | None:
         if token.logprob is None:
             return None
-        best = token.top[: self.asked.num_prompt_logprobs]
+        best = token.top[: self.asked.num_own_prompt_logprobs]
         ids = dict.fromkeys([token.token_id, *(token_id for token_id, _ in best)])
         values = {token.token_id: token.logprob} | {i: _finite(value) for i, value in best}
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(best, 1)}

@@ -305,6 +305,19 @@ async def test_token_ids_and_prompt_logprobs_come_when_asked(api: Api) -> None:
     assert len(first["prompt_token_ids"]) == len(first["prompt_logprobs"])
 
 
+async def test_an_echo_with_more_logprobs_adds_none_to_those_of_the_prompt(api: Api) -> None:
+    extra = {"prompt_logprobs": 1}
+    answer = await api.client.completions.create(
+        model=api.model, prompt=PROMPT, max_tokens=3, echo=True, logprobs=4, extra_body=extra
+    )
+    choice = answer.choices[0].model_dump()
+    for position, echoed in zip(
+        choice["prompt_logprobs"][1:], choice["logprobs"]["top_logprobs"][1:], strict=False
+    ):
+        assert len(position) in (1, 2)  # the best one, and the prompt's own
+        assert len(echoed) > 2
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

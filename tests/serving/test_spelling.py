@@ -107,8 +107,8 @@ def scripts(draw: Any) -> Script:
     tokens = st.builds(Token, ids, logprobs, tops)
     prompt_ids = draw(st.lists(ids, min_size=1, max_size=4))
     is_chat, echo = draw(st.booleans()), draw(st.booleans())
-    own_field = draw(st.booleans())
-    has_prompt = own_field or (echo and not is_chat and num_logprobs >= 0)
+    num_own = draw(st.integers(-1, num_prompt))
+    has_prompt = num_own >= 0 or (echo and not is_chat and num_logprobs >= 0)
     asked = Asked(
         is_chat=is_chat,
         raw=raw,
@@ -119,7 +119,7 @@ def scripts(draw: Any) -> Script:
         interval=draw(st.integers(1, 7)),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt if has_prompt else -1,
-        prompt_logprobs=own_field,
+        num_own_prompt_logprobs=num_own,
         echo=echo,
         token_ids=draw(st.booleans()),
         tokens_as_ids=draw(st.booleans()),
@@ -153,7 +153,7 @@ class Spliced:
             skip_special_tokens=bool(asked.skipped),
             num_logprobs=asked.num_logprobs,
             num_prompt_logprobs=asked.num_prompt_logprobs,
-            prompt_logprobs=asked.prompt_logprobs,
+            num_own_prompt_logprobs=asked.num_own_prompt_logprobs,
             echo=asked.echo,
             token_ids=asked.token_ids,
             tokens_as_ids=asked.tokens_as_ids,
