@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.config import ModelConfig
 from serving.admin import Admin
+from serving.bodies import Bodies
 from serving.config import ServeConfig
 from serving.cors import Cors
 from serving.dispatch import Dispatcher
@@ -63,6 +64,11 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
     """The application. siblings: None in a process that serves alone; the caller starts them."""
     config = front.config
     admin = Admin(front, siblings)
+
+    async def answer_unrouted(request: HttpRequest, error: Exception) -> Response:
+        await front.bodies.skip(request.scope, request.receive)
+        return _answer_http_error(request, error)
+
     routes = [
         Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
         Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),
@@ -97,8 +103,8 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
     return _App(
         config.allowed_origins,
         routes=routes,
-        middleware=[Middleware(_ApiKey, api_key=config.api_key)] if config.api_key else [],
-        exception_handlers=ERROR_ANSWERS,
+        middleware=[Middleware(_ApiKey, front.bodies, config.api_key)] if config.api_key else [],
+        exception_handlers={**ERROR_ANSWERS, HTTPException: answer_unrouted},
     )
 
 
@@ -126,8 +132,9 @@ class _App(Starlette):
 class _ApiKey:
     """Asks for `Authorization: Bearer <key>` everywhere but on the open paths."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, bodies: Bodies, api_key: str) -> None:
         self._app = app
+        self._bodies = bodies
         self._expected = f"bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,6 +147,7 @@ class _ApiKey:
                 )
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers["WWW-Authenticate"] = "Bearer"
+                await self._bodies.skip(scope, receive)
                 await error.response(error_headers(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -37,6 +37,27 @@ class Bodies:
     def has_room(self, num_bytes: int) -> bool:
         return self.held_bytes + num_bytes <= AT_ONCE * self.most_bytes
 
+    async def skip(self, scope: Scope, receive: Receive) -> None:
+        """Read a body that nobody needs, within limits, if its connection closes after the answer.
+
+        Closed with bytes unread it would be reset, and the answer lost. A connection that stays is
+        read on by the server.
+        """
+        headers = dict(scope["headers"])
+        wish = headers.get(b"connection", b"").lower()
+        if (scope["http_version"] == "1.0" or b"close" in wish) and b"expect" not in headers:
+            await self.discard(receive, _DISCARDED * self.most_bytes)
+
+    async def discard(self, receive: Receive, num_bytes: int) -> None:
+        """Drop what the client still sends, within limits: many read nothing until all is sent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_s):
+                while num_bytes > 0:
+                    message = await receive()
+                    num_bytes -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+
 
 class Body:
     """One request's body; its memory counts until `release`, or the end of its `with` block."""
@@ -73,11 +94,11 @@ class Body:
         declared = headers.get(b"content-length", b"")
         if b"content-encoding" in headers and (error := _encoded(scope)) is not None:
             if b"expect" not in headers:
-                await self._discard(receive, _DISCARDED * most_bytes)
+                await self._bodies.discard(receive, _DISCARDED * most_bytes)
             raise error
         if declared.isdigit() and int(declared) > most_bytes:
             if b"expect" not in headers and int(declared) <= _DISCARDED * most_bytes:
-                await self._discard(receive, int(declared))
+                await self._bodies.discard(receive, int(declared))
             raise _too_large(most_bytes)
         body = await self._receive(receive)
         if body is not None:
@@ -99,7 +120,7 @@ class Body:
             if (error := self._hold(num_bytes)) is not None:
                 parts.clear()
                 if more:
-                    await self._discard(receive, _DISCARDED * self._bodies.most_bytes)
+                    await self._bodies.discard(receive, _DISCARDED * self._bodies.most_bytes)
                 raise error
             parts.append(part)
             if not more:
@@ -119,16 +140,6 @@ class Body:
         self._held = held
         self._bodies.held_bytes += held
         return None
-
-    async def _discard(self, receive: Receive, num_bytes: int) -> None:
-        """Drop what the client still sends, within limits: many read nothing until all is sent."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._bodies.timeout_s):
-                while num_bytes > 0:
-                    message = await receive()
-                    num_bytes -= len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
 
 
 def _check_parts(body: bytes) -> None:

@@ -40,6 +40,40 @@ async def test_who_reads_nothing_before_all_is_sent_is_told_that_it_was_too_much
         assert b'"code":"request_too_large"' in answer
 
 
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        (b"/v1/completions", b"wrong", b"401"),
+        (b"/v1/embeddings", b"secret", b"404"),
+        (b"/v1/models", b"secret", b"405"),
+    ],
+)
+async def test_an_answer_that_needs_no_body_reaches_who_sends_all_of_it_first(
+    version: bytes, path: bytes, key: bytes, status: bytes
+) -> None:
+    body = b"x" * (12 << 20)  # more than sockets hold
+    head = b"POST %b HTTP/%b\r\nHost: x\r\nAuthorization: Bearer %b\r\n" % (path, version, key)
+    head += b"Connection: close\r\n" if version == b"1.1" else b""
+    async with live_server(max_request_bytes=4 << 20, api_key="secret") as live:
+        host, port = live.url.removeprefix("http://").split(":")
+
+        def ask(rest: bytes) -> bytes:
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                sock.sendall(head + rest)
+                with sock.makefile("rb") as answer:
+                    return answer.read()  # to the end: the server closes
+
+        for rest in (
+            b"Content-Length: %d\r\n\r\n" % len(body) + body,
+            b"Content-Length: 99\r\nExpect: 100-continue\r\n\r\n",
+            b"\r\n",
+        ):
+            answer = await asyncio.to_thread(ask, rest)
+            assert answer.startswith(b"HTTP/1.1 " + status)
+            assert answer.endswith(b"}")
+
+
 async def test_a_body_larger_than_anyone_waits_for_is_refused_by_its_length() -> None:
     async with live_server(max_request_bytes=1000) as live:
         host, port = live.url.removeprefix("http://").split(":")
