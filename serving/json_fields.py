@@ -27,6 +27,9 @@ def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) 
     try:
         return _decoded(decoder, body)
     except msgspec.DecodeError as error:
+        if not body or body.isspace():
+            what = "the body is empty: expected a JSON object"
+            raise ApiError(400, what, code="invalid_json") from error
         raise from_decode_error(error) from error
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error

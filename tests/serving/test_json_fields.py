@@ -28,6 +28,16 @@ def sent(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
+@pytest.mark.parametrize("body", [b"", b" \r\n"])
+async def test_a_body_without_anything_is_called_empty(body: bytes) -> None:
+    async with live_server() as live:
+        for path in ("/v1/chat/completions", "/v1/responses", "/generate", "/tokenize", "/drain"):
+            response = await live.http.post(path, content=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "invalid_json")
+            assert error["message"] == "the body is empty: expected a JSON object"
+
+
 @pytest.mark.parametrize("name", INTEGERS)
 def test_a_whole_float_is_an_integer_to_both_openai_routes(name: str) -> None:
     for fields in (
