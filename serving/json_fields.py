@@ -74,7 +74,8 @@ def _type_info(struct: type[msgspec.Struct]) -> inspect.Type:
 class _Integers:
     """Replaces whole floats by integers, in one body, where a field's type takes only integers.
 
-    What a field takes untyped, such as arguments of a template, stays as it is.
+    What a field takes untyped, such as arguments of a template, stays as it is. A number that no
+    float holds is refused there too: Python would write it as Infinity, which is no JSON.
     """
 
     def __init__(self) -> None:
@@ -95,6 +96,8 @@ class _Integers:
                 raise msgspec.ValidationError(f"Number out of range - at `{path}`")
             is_one = value.is_integer() and abs(value) <= _MAX_EXACT
             return int(value) if is_one and takes_integers and not takes_floats else value
+        if any(isinstance(one, inspect.AnyType | inspect.DictType) for one in kinds):
+            _check_finite(value, path)
         for one in kinds:
             if isinstance(one, inspect.StructType) and isinstance(value, dict):
                 for field in one.fields:
@@ -106,3 +109,16 @@ class _Integers:
                 if self._left >= 0:
                     value[:] = [self.of(item, one.item_type, f"{path}[...]") for item in value]
         return value
+
+
+def _check_finite(value: Any, path: str) -> None:
+    """Raises ValidationError for an infinite number anywhere in a JSON value."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, float) and math.isinf(one):
+            raise msgspec.ValidationError(f"Number out of range - at `{path}`")

@@ -57,6 +57,17 @@ def test_logprobs_of_completions_may_be_those_of_a_chat(given: Any, count: int |
     assert (asked, type(asked)) == (count, type(count))
 
 
+@pytest.mark.parametrize("n", [b"1", b"1.0"])
+async def test_what_no_float_holds_is_refused_within_a_field_too(n: bytes) -> None:
+    """The answer to this repeated it as Infinity, which is no JSON."""
+    schema = b'{"type": "object", "maximum": 1e999, "minimum": 1%b}' % (b"0" * 30)
+    tool = b'{"type": "function", "name": "f", "parameters": %b}' % schema
+    async with live_server() as live:
+        body = b'{"input": "Hi!", "max_output_tokens": %b, "tools": [%b]}' % (n, tool)
+        response = await live.http.post("/v1/responses", content=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "n", "seed", "prompt_logprobs"])
 def test_no_other_integer_may_be_true(name: str) -> None:
     with pytest.raises(ApiError) as caught:
