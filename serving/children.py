@@ -29,7 +29,7 @@ READY_TIMEOUT_S = 1800.0  # a large checkpoint takes long to load
 STOP_TIMEOUT_S = 8.0
 RESTART_DELAY_S = 1.0
 MAX_RESTARTS = 5  # of one child, in a row
-FORGIVEN_AFTER_S = 120.0  # a child that lived so long starts a new row
+FORGIVEN_AFTER_S = 120.0  # a child that was ready for so long starts a new row
 
 
 class ChildFailed(KvferryError):
@@ -67,7 +67,8 @@ class Child:
     def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, ready_fd: int) -> None:
         self.spec = spec
         self.process = process
-        self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
+        self.ready_s: float | None = None  # monotonic, when it said that it is ready
+        self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(self._hear_ready(ready_fd))
         self.last_line = ""
         self.followed = False  # killed as another of its group died: it must not kill others, too
         self.output = asyncio.create_task(self._relay())
@@ -94,6 +95,17 @@ class Child:
         """The error of a child that ended, with its last line of output."""
         said = f": {self.last_line}" if self.last_line else ""
         return ChildFailed(f"{self.spec.name} {what}{said}", code)
+
+    @property
+    def served_s(self) -> float:
+        """For how long it has been ready; 0.0 if it never was, however long it took to start."""
+        return 0.0 if self.ready_s is None else SYSTEM_CLOCK.monotonic_s() - self.ready_s
+
+    async def _hear_ready(self, fd: int) -> dict[str, Any]:
+        facts = await _read_ready(fd)
+        if facts:
+            self.ready_s = SYSTEM_CLOCK.monotonic_s()
+        return facts
 
     async def _relay(self) -> None:
         """Pass the child's lines on, with its name in front."""
@@ -174,8 +186,8 @@ class Supervisor:
         """Keep a child alive. Raises ChildFailed when it ends too often, or with EXIT_CONFIG."""
         restarts = 0
         while True:
-            started_s = SYSTEM_CLOCK.monotonic_s()
             code = await child.process.wait()
+            served_s = child.served_s
             if self.stopping:
                 return
             name = child.spec.name
@@ -189,8 +201,7 @@ class Supervisor:
                     with contextlib.suppress(ProcessLookupError):
                         other.process.terminate()
                 return
-            lived_s = SYSTEM_CLOCK.monotonic_s() - started_s
-            restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
+            restarts = 1 if served_s > FORGIVEN_AFTER_S else restarts + 1
             if code == EXIT_CONFIG or restarts > MAX_RESTARTS:
                 await child.output
                 raise child.failed(f"{_ended_with(code)}, {restarts} time(s) in a row", code)

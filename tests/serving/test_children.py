@@ -106,6 +106,32 @@ async def test_a_child_that_ends_too_often_ends_the_supervisor(
     )
 
 
+async def test_a_child_that_takes_long_to_start_and_never_does_ends_the_supervisor(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "FORGIVEN_AFTER_S", 0.0)  # starting takes longer
+    running = await supervisor.start(child("raise SystemExit(3)"))
+    with pytest.raises(children.ChildFailed, match=r"^child ended with code 3, 6 time\(s\)"):
+        await asyncio.wait_for(supervisor.watch(running), 60)
+
+
+async def test_the_ends_of_a_child_that_served_long_are_not_in_a_row(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "FORGIVEN_AFTER_S", 0.0)
+    monkeypatch.setattr(children, "MAX_RESTARTS", 1)
+    running = await supervisor.start(child(TELL_READY + WAIT))
+    watching = asyncio.create_task(supervisor.watch(running))
+    for _ in range(3):
+        await running.wait_ready()
+        running.process.kill()
+        while running in supervisor._children or not supervisor._children:
+            assert not watching.done(), watching.exception()
+            await asyncio.sleep(0)  # its own task has to run
+        running = supervisor._children[0]
+    watching.cancel()
+
+
 async def test_a_child_that_cannot_start_again_ends_the_supervisor(
     supervisor: children.Supervisor,
 ) -> None:
