@@ -80,16 +80,23 @@ class _Outlet:
 
     def put(self, text: bytes) -> None:
         with self._changed:
-            if not self._has_thread:
-                rest = self._write_now(text)
-                if rest:
-                    self._waiting.append(rest)
-                    self._has_thread = True
-                    threading.Thread(target=self._write_waiting, name="said", daemon=True).start()
-            elif len(self._waiting) < MAX_WAITING:
+            if not self._has_thread and not self._waiting:
+                text = self._write_now(text)
+                if not text:
+                    return
+            if len(self._waiting) < MAX_WAITING:
                 self._waiting.append(text)
             else:
                 self._dropped += 1
+            if not self._has_thread:
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Have a thread write what waits. If there can be none now, the next text tries again."""
+        writing = threading.Thread(target=self._write_waiting, name="said", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as this process may have
+            writing.start()
+            self._has_thread = True
 
     def flush(self, timeout_s: float) -> None:
         with self._changed:

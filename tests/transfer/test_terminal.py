@@ -66,6 +66,27 @@ def test_who_reads_again_is_told_how_much_is_missing() -> None:
     assert last == "after"
 
 
+def test_text_waits_for_a_thread_where_there_can_be_none_now() -> None:
+    says = (
+        "from transfer import terminal; terminal.open_missing(); import sys, threading\n"
+        "start = threading.Thread.start\n"
+        "def refuse(thread): raise RuntimeError('no more threads')\n"
+        "threading.Thread.start = refuse\n"
+        "for k in range(700): terminal.complain(f'{k:099}')\n"  # more than a pipe takes
+        "threading.Thread.start = start\n"
+        "terminal.say('go'); sys.stdin.readline()\n"
+        "terminal.complain('after'); terminal._outlets[2].flush(20)"
+    )
+    command, pipe = [sys.executable, "-c", says], subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        _, told = process.communicate("\n", timeout=20)
+    assert told.splitlines() == [*(f"{k:099}" for k in range(700)), "after"]
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_process_without_standard_files_opens_nothing_in_their_places(closed: str) -> None:
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, SAYS]
