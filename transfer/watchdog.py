@@ -7,7 +7,10 @@ timer needs no lock.
 
 import asyncio
 import faulthandler
+import logging
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 _LOOKS = 10  # at the progress, in the time that it may stand still
 
@@ -26,9 +29,18 @@ async def watch(timeout_s: float, progress: Callable[[], int]) -> None:
     try:
         while True:
             now = progress()
-            if now != seen:
+            if now != seen and _is_set(timeout_s):
                 seen = now
-                faulthandler.dump_traceback_later(timeout_s, exit=True)
             await asyncio.sleep(timeout_s / _LOOKS)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _is_set(timeout_s: float) -> bool:
+    """Set the timer anew. False: there is none now, since its thread cannot be started."""
+    try:
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+    except RuntimeError as error:  # as many threads as this process may have
+        log.warning("nobody watches whether this process stands still: %s; trying again", error)
+        return False
+    return True

@@ -78,6 +78,23 @@ async def test_progress_and_the_end_of_watching_put_the_end_off(
     assert set_off == [0.01, 0.01, "off"], "one for each state that was new"
 
 
+async def test_a_timer_that_cannot_be_set_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [RuntimeError("unable to start watchdog thread")] * 2
+    is_set = asyncio.Event()
+
+    def set_or_raise(_: float, **__: object) -> None:
+        if left:
+            raise left.pop()
+        is_set.set()
+
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", set_or_raise)
+    task = asyncio.create_task(watchdog.watch(0.01, lambda: 1))
+    trying = asyncio.create_task(is_set.wait())
+    await asyncio.wait({task, trying}, return_when=asyncio.FIRST_COMPLETED, timeout=_PATIENCE_S)
+    assert is_set.is_set(), task
+    task.cancel()
+
+
 async def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(watchdog.faulthandler, "dump_traceback_later")
     await asyncio.wait_for(watchdog.watch(0.0, count().__next__), _PATIENCE_S)
