@@ -329,17 +329,24 @@ class TcpReceiver(Receiver):
                 self._closing.wait(_ACCEPT_AGAIN_S)
                 continue
             name = address[0] if isinstance(address, tuple) else "this host"
-            feeder = kind(self, sock, name)
-            if not self.joined(feeder):
-                self.count("connections_over_limit")
-                sock.close()
-                continue
             try:
-                feeder.thread.start()
-            except RuntimeError as error:  # as many threads as this process may have
-                self.left(feeder, f"{name}: {error}")
+                self._take(sock, name, kind)
+            except Exception as error:  # out of threads or memory: the next one may be taken
                 sock.close()
-                complaint.tell(error)
+                complaint.tell(f"{type(error).__name__}: {error}")
+
+    def _take(self, sock: socket.socket, name: str, kind: "type[TcpFeeder]") -> None:
+        """Give a connection a thread of its own. Raises what the system refuses."""
+        feeder = kind(self, sock, name)
+        if not self.joined(feeder):
+            self.count("connections_over_limit")
+            sock.close()
+            return
+        try:
+            feeder.thread.start()
+        except Exception as error:
+            self.left(feeder, f"{name}: {error}")
+            raise
 
 
 class TcpFeeder:

@@ -222,14 +222,15 @@ def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
     theirs.close()
 
 
-def test_the_receiver_serves_on_after_it_could_have_no_more_threads(
-    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()])
+def test_the_receiver_serves_on_after_it_could_have_no_more_threads_or_memory(
+    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name.startswith("pages from"):
-            raise RuntimeError("can't start new thread")
+            raise refusal
         start(thread)
 
     with monkeypatch.context() as patch:
