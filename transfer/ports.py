@@ -34,11 +34,11 @@ def listen(sock: socket.socket, host: str, port: int, flag: str, backlog: int) -
 def _taking(sock: socket.socket, host: str, port: int, flag: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, TypeError) as error:  # the latter for a text that can be no host's name
         sock.close()
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"cannot listen on {host_port(host, port)}: {error.strerror}; choose another {flag} or "
-            "--host"
+            f"cannot listen on {host_port(host, port)}: {why}; choose another {flag} or --host"
         ) from error
 
 

@@ -20,6 +20,7 @@ from transfer.ports import split_host_port
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
+MAX_WATCHDOG_S = 1_000_000
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
 
@@ -90,6 +91,7 @@ class WorkerConfig:
         above_zero(self, "stall_timeout_s")
         not_negative(self, "drain_timeout_s")
         not_negative(self, "watchdog_timeout_s")
+        at_most(self, "watchdog_timeout_s", MAX_WATCHDOG_S)
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"

@@ -1,8 +1,9 @@
-"""Addresses of hosts as text: apart and together again, and what is none."""
+"""Addresses of hosts as text: apart and together again, and what is none or cannot be bound."""
 
 import pytest
 
-from transfer.ports import host_port, split_host_port
+from transfer.errors import ConfigError
+from transfer.ports import bind, host_port, split_host_port
 
 
 @pytest.mark.parametrize(
@@ -17,3 +18,14 @@ def test_brackets_are_around_ipv6_and_nothing_else(address: str) -> None:
     """gRPC calls the host ::1:8998 for the first, at the port of HTTPS."""
     with pytest.raises(ValueError, match=r"expected host:port, or \[host\]:port for IPv6, got"):
         split_host_port(address)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("ü..b", "encoding of hostname failed"), ("no such host", "Name or service not known")],
+)
+def test_a_host_that_cannot_be_is_refused_with_both_flags(host: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind(host, 0, "--port")
+    said = f"cannot listen on {host}:0: {why}; choose another --port or --host"
+    assert str(caught.value) == said

@@ -5,11 +5,14 @@ import re
 import subprocess
 import sys
 from itertools import count
+from pathlib import Path
 
 import pytest
 
+from prefill.config import PrefillConfig
 from tests.transfer.children import ROOT
 from transfer import watchdog
+from transfer.errors import ConfigError
 
 _TIMEOUT_S = 0.5
 _PATIENCE_S = 60.0
@@ -98,6 +101,15 @@ async def test_a_timer_that_cannot_be_set_is_tried_again(monkeypatch: pytest.Mon
 async def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(watchdog.faulthandler, "dump_traceback_later")
     await asyncio.wait_for(watchdog.watch(0.0, count().__next__), _PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "says"),
+    [(-1.0, "must not be negative, got -1.0"), (1e7, "must be at most 1000000")],
+)
+def test_a_timeout_that_no_timer_takes_is_refused(timeout_s: float, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"--watchdog-timeout {says}"):
+        PrefillConfig(Path("model"), "127.0.0.1:1", watchdog_timeout_s=timeout_s)
 
 
 def _run(program: str) -> "subprocess.CompletedProcess[str]":
