@@ -22,6 +22,7 @@ from model.kv import init_pool
 from model.members import any_of_all, least_of_all
 from model.params import Params
 from model.placement import PlacedExperts
+from model.processors import is_small
 from model.programs import (
     MemoryPlan,
     Program,
@@ -79,6 +80,11 @@ class OpenedModel:
     def devices(self) -> list[jax.Device]:
         """All of the mesh, those of other members too."""
         return list(self.model.mesh.devices.flat)
+
+    @property
+    def padding_costs(self) -> bool:
+        """See model.buckets.PrefillBuckets."""
+        return on_cpu() and not is_small(self.model.cfg.hidden_size)
 
     @property
     def run_pages(self) -> int:

@@ -17,6 +17,11 @@ VARIABLES: Final = "PJRT_NPROC", "NPROC"
 _SMALL: Final = 256  # hidden size; from 384 on chunks gain by a second thread
 
 
+def is_small(hidden_size: int) -> bool:
+    """Whether a network's operations take a CPU less time than what is around them."""
+    return hidden_size <= _SMALL
+
+
 def take_threads(asked: int, hidden_size: int) -> None:
     """Tell XLA how many threads its client has. Call before it makes one.
 
@@ -27,9 +32,9 @@ def take_threads(asked: int, hidden_size: int) -> None:
     if not asked:
         if any(os.environ.get(name) for name in VARIABLES) or _has_plugins():
             return
-        if hidden_size > _SMALL and available() == len(os.sched_getaffinity(0)):
+        if not is_small(hidden_size) and available() == len(os.sched_getaffinity(0)):
             return  # XLA takes as many by itself
-        asked = 1 if hidden_size <= _SMALL else available()
+        asked = 1 if is_small(hidden_size) else available()
     os.environ[VARIABLES[0]] = str(asked)
 
 

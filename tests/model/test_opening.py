@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import opening
+from model import opening, processors
 from model.errors import ModelError
 from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
@@ -87,6 +87,17 @@ def test_a_share_that_was_asked_for_is_not_exceeded(
     assert pool_pages(long, 0.0) >= least
     with pytest.raises(ModelError, match=r"100 pages .* do not fit in .* raise --mem-fraction"):
         pool_pages(long, 0.1)
+
+
+def test_padding_costs_on_a_cpu_unless_the_network_is_small(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [opened.padding_costs]  # a hidden size of 96
+    monkeypatch.setattr(processors, "_SMALL", 95)
+    found.append(opened.padding_costs)
+    monkeypatch.setattr(opening, "on_cpu", lambda: False)
+    found.append(opened.padding_costs)
+    assert found == [False, True, False]
 
 
 @given(st.integers(1, 1 << 40))
