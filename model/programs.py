@@ -168,10 +168,10 @@ def memory_budget_bytes(fraction: float, devices: Sequence[jax.Device]) -> int:
     if not 0.0 < fraction <= 1.0:
         raise ModelError(f"--mem-fraction-static must be in (0, 1], got {fraction}")
     if devices[0].platform == "cpu":
-        promised = PROMISES.outstanding_bytes()
-        if promised:
-            log.info("other workers of this host will take %s more", mib(promised))
-        return int(max(available_bytes() - promised, 0) * fraction)
+        free, promised = available_bytes(), PROMISES.outstanding_bytes()
+        if promised > free // 2:
+            log.info("other workers of this host will take %s of %s", mib(promised), mib(free))
+        return int(max(free - promised, 0) * fraction)
     stats = [device.memory_stats() or {} for device in devices]
     return int(min(s.get("bytes_limit", 0) for s in stats) * fraction) * len(devices)
 
