@@ -1,5 +1,7 @@
 """Checks of a config's fields: each raises ConfigError, naming the flag and its value."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transfer.errors import ConfigError
@@ -36,6 +38,14 @@ def check_port(config: Any, name: str) -> None:
     value = getattr(config, name)
     if not 0 <= value <= 65535:
         raise ConfigError(f"{flag_name(name)} must be 0 to 65535, got {value}")
+
+
+def is_there(what: str, path: Path, test: Callable[[], bool]) -> bool:
+    """The result of a test of the path, such as `path.is_file`; ConfigError if there is none."""
+    try:
+        return test()
+    except OSError as error:  # such as a folder above it that this user may not enter
+        raise ConfigError(f"{what}: {path} cannot be reached: {error.strerror}") from error
 
 
 def reachable(config: Any, name: str) -> None:

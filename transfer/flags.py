@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin
 
 from model.errors import ModelError, NodeLost
 from transfer import logs, open_files, terminal
+from transfer.checks import is_there
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
 from transfer.flag_names import flag_name, hint
@@ -260,11 +261,7 @@ def security_from(args: argparse.Namespace) -> Security:
 def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:
     """Read the files before anything starts: later, a bad file would look like a lost peer."""
     for file in (ca_file, cert_file, key_file):
-        try:
-            is_file = file.is_file()
-        except OSError as error:  # such as a folder above it that this user may not enter
-            raise ConfigError(f"TLS: {file} cannot be reached: {error.strerror}") from error
-        if not is_file:
+        if not is_there("TLS", file, file.is_file):
             raise ConfigError(f"TLS: {file} is not a file")
     try:
         ssl.create_default_context(cafile=str(ca_file))

@@ -12,6 +12,7 @@ from transfer.checks import (
     at_least,
     at_most,
     check_port,
+    is_there,
     not_negative,
     reachable,
 )
@@ -182,11 +183,7 @@ class WorkerConfig:
 def _check_parent(flag: str, file: str) -> None:
     """Raises ConfigError unless the file would be in a folder that is there."""
     folder = Path(file).absolute().parent
-    try:
-        is_folder = folder.is_dir()
-    except OSError as error:  # such as a folder above it that this user may not enter
-        raise ConfigError(f"{flag}: {folder} cannot be reached: {error.strerror}") from error
-    if not is_folder:
+    if not is_there(flag, folder, folder.is_dir):
         raise ConfigError(f"{flag}: {folder} is not a folder")
 
 

@@ -3,16 +3,16 @@
 import contextlib
 import select
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from model.host_memory import available_bytes
 from model.promises import Promises
+from tests.transfer.children import child, said, tell
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 NEAR = 16 * MIB  # what a Python process may take or give back beside what is meant
 
@@ -56,27 +56,11 @@ say("over")
 """
 
 
-@contextlib.contextmanager
-def running(program: str, folder: Path, *args: str) -> Iterator["subprocess.Popen[str]"]:
+def running(
+    program: str, folder: Path, *args: str
+) -> AbstractContextManager["subprocess.Popen[str]"]:
     """A process that goes on by a line to its stdin; killed when the block ends."""
-    command = [sys.executable, "-c", _BEGIN + program, str(folder), *args]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def said(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def go_on(process: "subprocess.Popen[str]") -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    return child(_BEGIN + program, str(folder), *args)
 
 
 def outstanding(folder: Path) -> float:
@@ -92,10 +76,10 @@ def test_a_promise_counts_until_it_is_kept_replaced_or_its_process_is_gone(tmp_p
     with running(_TAKES, folder) as process:
         assert said(process) == "promised"
         assert outstanding(folder) == pytest.approx(200, abs=NEAR / MIB)
-        go_on(process)
+        tell(process)
         assert said(process) == "taken"
         assert outstanding(folder) == pytest.approx(50, abs=NEAR / MIB)
-        go_on(process)
+        tell(process)
         assert said(process) == "promised anew"
         assert outstanding(folder) == pytest.approx(20, abs=NEAR / MIB)
     assert outstanding(folder) == 0
@@ -116,11 +100,11 @@ def test_of_several_that_start_together_only_as_many_begin_as_fit(tmp_path: Path
         processes = [stack.enter_context(each) for each in start]
         assert [said(each) for each in processes] == ["ready"] * 3
         for each in processes:
-            go_on(each)
+            tell(each)
         assert sorted(said(each) for each in processes) == ["does not fit"] * 2 + ["fits"]
 
 
-@pytest.mark.parametrize("end", [go_on, subprocess.Popen.kill])
+@pytest.mark.parametrize("end", [tell, subprocess.Popen.kill])
 def test_a_turn_begins_when_the_one_before_it_is_over_or_its_process_dies(
     tmp_path: Path, end: Callable[["subprocess.Popen[str]"], None]
 ) -> None:

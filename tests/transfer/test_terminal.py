@@ -45,13 +45,8 @@ def test_a_reader_that_reads_no_more_holds_nobody_up() -> None:
     assert told == [f"{k:099}" for k in range(len(told))]
 
 
-def test_who_reads_again_is_told_how_much_is_missing() -> None:
-    says = (
-        "from transfer import terminal; terminal.open_missing(); import sys\n"
-        "for k in range(3000): terminal.complain(f'{k:099}')\n"
-        "terminal.say('go'); sys.stdin.readline(); terminal._outlets[2].flush(20)\n"
-        "terminal.complain('after'); terminal.flush()"
-    )
+def _complaints(says: str) -> list[str]:
+    """All lines of a program's stderr, of which nobody reads any before it says "go"."""
     command, pipe = [sys.executable, "-c", says], subprocess.PIPE
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
@@ -59,7 +54,17 @@ def test_who_reads_again_is_told_how_much_is_missing() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "go\n"  # although nothing can be written to stderr
         _, told = process.communicate("\n", timeout=20)
-    *kept, missing, last = told.splitlines()
+    return told.splitlines()
+
+
+def test_who_reads_again_is_told_how_much_is_missing() -> None:
+    says = (
+        "from transfer import terminal; terminal.open_missing(); import sys\n"
+        "for k in range(3000): terminal.complain(f'{k:099}')\n"
+        "terminal.say('go'); sys.stdin.readline(); terminal._outlets[2].flush(20)\n"
+        "terminal.complain('after'); terminal.flush()"
+    )
+    *kept, missing, last = _complaints(says)
     assert [*map(int, kept)] == sorted({*map(int, kept)})  # in order, and none twice
     assert 1000 < len(kept) < 3000
     assert missing == f"{3000 - len(kept)} lines were dropped: nobody read them in time"
@@ -77,14 +82,7 @@ def test_text_waits_for_a_thread_where_there_can_be_none_now() -> None:
         "terminal.say('go'); sys.stdin.readline()\n"
         "terminal.complain('after'); terminal._outlets[2].flush(20)"
     )
-    command, pipe = [sys.executable, "-c", says], subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "go\n"
-        _, told = process.communicate("\n", timeout=20)
-    assert told.splitlines() == [*(f"{k:099}" for k in range(700)), "after"]
+    assert _complaints(says) == [*(f"{k:099}" for k in range(700)), "after"]
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
