@@ -367,6 +367,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def _preempt(self, room: int) -> None:
         held = self._held[room]
         self.counters["preemptions"] += 1
+        request_id = held.submit.request_id
+        log.info("%s is preempted in room %d: older requests need its pages", request_id, room)
         self._emitter.event(held.submit.api_id, wire.RoomEvent(room, "preempted"))
         self.drop(room, "preempted")
 

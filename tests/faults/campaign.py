@@ -144,7 +144,7 @@ class Campaign:
         if fault.role == "link":
             assert pair is not None, f"no frame passed for {fault}: {self.system.describe()}"
             sender = pair.sender if fault.kind in ("cut", "stall") else ""
-            return self.notices.struck(fault, pair.decode, hit, sender)
+            return self.notices.struck(fault, pair.decode, hit, sender, pair.room)
         target = self._target(fault, pair)
         if target is None:
             raise AssertionError(f"nobody is left for {fault}: {self.system.describe()}")

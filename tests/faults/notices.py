@@ -18,6 +18,7 @@ SILENCE_NOTICED_S = 4.5
 _LISTENED_S = 12.0  # for a strike: longer than any fault lasts, or takes to be noticed
 _BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 _MOVES = re.compile(r"(\S+) moves: ")
+_PREEMPTED = re.compile(r" is preempted in room (\d+):")
 _PAGES_LOST = re.compile(r"page connection closed with \d+ rooms")
 
 
@@ -30,11 +31,12 @@ class Strike:
     hit: str  # the phase that was hit; "missed" if the request was past it
     at_s: float
     life: int
+    room: int = 0  # of the frame that a fault of a link hit
     seen_by: dict[str, int] = field(default_factory=dict)  # processes that should notice it -> life
     frames: dict[str, int] = field(default_factory=dict)  # request -> token frames before the fault
     noticed: dict[str, float] = field(default_factory=dict)  # who -> seconds after
     moved: dict[str, float] = field(default_factory=dict)  # request -> seconds after
-    excused: bool = False  # what it hit may have ended before it had to be noticed
+    excused: str = ""  # why it need not be noticed: what ended the rooms of the link that it hit
 
     @property
     def bound_s(self) -> float:
@@ -56,14 +58,17 @@ class Notices:
 
     def __init__(self, system: System, traffic: Traffic) -> None:
         self.strikes: list[Strike] = []
+        self._preempted_s: dict[int, float] = {}  # by room
         self._system = system
         self._traffic = traffic
 
-    def struck(self, fault: Fault, target: str, hit: str, sender: str = "") -> Strike:
+    def struck(
+        self, fault: Fault, target: str, hit: str, sender: str = "", room: int = 0
+    ) -> Strike:
         """Call at the moment of the fault. sender: prefill's end of a data connection."""
         system = self._system
         member = system.members[target]
-        strike = Strike(fault, target, hit, time.monotonic(), member.life)
+        strike = Strike(fault, target, hit, time.monotonic(), member.life, room)
         strike.frames = {rid: f.told.frames for rid, f in self._traffic.flights.items()}
         if sender:
             strike.seen_by = {sender: system.members[sender].life}
@@ -88,6 +93,8 @@ class Notices:
                 continue
             if not self._system.members[line.member].hurt(strike.at_s):
                 strike.noticed.setdefault(line.member, line.at_s - strike.at_s)
+        if found := _PREEMPTED.search(line.text):
+            self._preempted_s[int(found[1])] = line.at_s
         if found := _MOVES.search(line.text):
             self._moved(found[1], line.at_s)
 
@@ -102,7 +109,8 @@ class Notices:
     def overdue(self, strike: Strike, lag_s: float) -> list[str]:
         """Processes that should have noticed and did not. lag_s: how late this machine was."""
         wrong: list[str] = []
-        strike.excused = strike.fault.role == "link" and self._may_have_dropped(strike, lag_s)
+        if strike.fault.role == "link":
+            strike.excused = self._what_ended_rooms(strike, lag_s)
         if strike.excused:
             return wrong
         for name, life in strike.seen_by.items():
@@ -118,13 +126,17 @@ class Notices:
                 )
         return wrong
 
-    def _may_have_dropped(self, strike: Strike, lag_s: float) -> bool:
-        """Whether a connection's rooms may have ended along with an API process or decode.
+    def _what_ended_rooms(self, strike: Strike, lag_s: float) -> str:
+        """What may have ended all rooms of a connection, which then owes no signs of life.
 
-        Then the connection owes nothing, and no signs of life until it has a room again.
+        "" if nothing did.
         """
         until_s = strike.at_s + strike.bound_s + lag_s
+        if self._preempted_s.get(strike.room, math.inf) < until_s:
+            return "preemption"
         ends = self._system.members[strike.target].hurt(strike.at_s, until_s)
         if any(trouble.kind != "freeze" for trouble in ends):
-            return True
-        return any(api.hurt(strike.at_s, until_s) for api in self._system.named("api"))
+            return "end of decode"
+        if any(api.hurt(strike.at_s, until_s) for api in self._system.named("api")):
+            return "fault of api"
+        return ""

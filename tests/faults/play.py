@@ -35,6 +35,7 @@ class Played:
             "phases hit": dict(Counter(s.hit for s in self.strikes)),
             "requests moved": sum(len(s.moved) for s in self.strikes),
             "moved before / after first token": _moved(self.strikes),
+            "need not be noticed": dict(Counter(s.excused for s in self.strikes if s.excused)),
             **_noticed(self.strikes),
         }
 

@@ -39,10 +39,11 @@ class Trap:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two ends of a connection, and when something passed there."""
+    """The two ends of a connection, and when a frame of which room passed there."""
 
     sender: str
     decode: str
+    room: int
     at_s: float  # monotonic
 
 
@@ -85,7 +86,7 @@ class Proxy:
             return None
         if frame.kind is not (Kind.FINISH if trap.phase == "last_frame" else Kind.PAGES):
             return None
-        trap.pair = Pair(sender, self.decode, time.monotonic())
+        trap.pair = Pair(sender, self.decode, frame.room, time.monotonic())
         return trap
 
 
@@ -156,7 +157,8 @@ class _Passage:
         if frame.kind is Kind.HELLO:
             self._sender = wire.decode(rest[: frame.meta_len], Hello).sender_id
         if frame.kind is Kind.FINISH:
-            self._proxy.last_finish = Pair(self._sender, self._proxy.decode, time.monotonic())
+            decode = self._proxy.decode
+            self._proxy.last_finish = Pair(self._sender, decode, frame.room, time.monotonic())
 
     async def _harm(self, trap: Trap, data: bytearray) -> None:
         middle = min(int(trap.at * len(data)), len(data) - 1)

@@ -33,15 +33,19 @@ class System:
 
 
 def _notices(now_s: list[float], monkeypatch: pytest.MonkeyPatch) -> Notices:
-    members = [Member("decode-0", "decode"), Member("api-0", "api")]
+    members = [
+        Member("decode-0", "decode"),
+        Member("prefill-0", "prefill"),
+        Member("api-0", "api"),
+    ]
     system: Any = System({member.name: member for member in members}, {"api-0": {"decode-0"}})
     traffic: Any = SimpleNamespace(flights={})
     monkeypatch.setattr(notices, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return Notices(system, traffic)
 
 
-def _fault(number: int, kind: Any, lasts_s: float) -> Fault:
-    return Fault(number, kind, "decode", "first_token", 0, 0.0, lasts_s, 0.0)
+def _fault(number: int, kind: Any, lasts_s: float, role: Any = "decode") -> Fault:
+    return Fault(number, kind, role, "first_token", 0, 0.0, lasts_s, 0.0)
 
 
 def test_a_hang_that_thirty_other_faults_follow_is_noticed_when_it_is_told(
@@ -72,3 +76,18 @@ def test_who_says_nothing_in_time_is_a_finding_and_late_words_are_no_excuse(
     heard.hear(Line("api-0", 1, 107.0, "worker decode-0 broke off: it said nothing for 3 s"))
     (found,) = heard.overdue(hang, 0.0)
     assert found.endswith(f"api-0 noticed after 7.00 s, expected within {SILENCE_NOTICED_S:g} s")
+
+
+@pytest.mark.parametrize(
+    ("room", "at_s", "num_found"),
+    [(7, 101.0, 0), (7, 120.0, 1), (8, 101.0, 1)],
+    ids=["its room", "its room, long after", "another room"],
+)
+def test_a_connection_whose_room_was_preempted_may_stall_unnoticed(
+    room: int, at_s: float, num_found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = _notices([100.0], monkeypatch)
+    stall = heard.struck(_fault(1, "stall", 5.8, "link"), "decode-0", "mid_chunk", "prefill-0", 7)
+    text = f"f1 is preempted in room {room}: older requests need its pages"
+    heard.hear(Line("decode-0", 1, at_s, text))
+    assert len(heard.overdue(stall, 0.0)) == num_found
