@@ -203,7 +203,8 @@ def _weights_cost(shape: Shape, tokens: int, logits_rows: int) -> Cost:
         if routed:
             total += moe_cost(shape, tokens)
     head = cfg.hidden_size * cfg.vocab_size
-    return total + Cost(head * size, 2.0 * logits_rows * head)
+    held = head * shape.weight_bytes("lm_head")
+    return total + Cost(held, 2.0 * logits_rows * head)
 
 
 def decode_step_cost(shape: Shape, slots: int, context: int) -> Cost:

@@ -26,6 +26,7 @@ class Shape:
     chunks: tuple[int, ...]
     page_dtype: str = ""  # "": as dtype
     codes: str = ""  # "fp8" or "int8" if layers' weights are kept as codes (model/coded.py)
+    narrow: bool = False  # matrices are held in bfloat16 for products in float32 (docs/adr/0068)
 
     @property
     def coded(self) -> tuple[str, ...]:
@@ -34,9 +35,16 @@ class Shape:
 
     def weight_bytes(self, name: str) -> float:
         """Bytes of one weight of a layers' parameter, with its share of a scale on one device."""
+        if name in self.in_bfloat16:
+            return 2.0
         if name not in self.coded:
             return float(self.dtype_bytes)
         return 1 + 4 / float(self._dims.coded_inputs[name].group)
+
+    @property
+    def in_bfloat16(self) -> tuple[str, ...]:
+        """See model.sharding.Dims."""
+        return ("embed", "lm_head", *self._dims.coded_inputs) if self.narrow else ()
 
     @property
     def _dims(self) -> Any:
@@ -343,6 +351,11 @@ def with_codes(shape: Shape, codes: str = "fp8") -> Shape:
     return replace(shape, name=f"{shape.name}-{codes}", codes=codes)
 
 
+def with_bfloat16(shape: Shape) -> Shape:
+    """The same shape as a CPU holds it if the checkpoint is in bfloat16."""
+    return replace(shape, name=f"{shape.name}-bfloat16", narrow=True)
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -352,8 +365,10 @@ SHAPES = {
         DEMO_LATENT,
         DEMO_GPT_OSS,
         MIDDLE,
+        with_bfloat16(MIDDLE),
         with_codes(MIDDLE),
         MIDDLE_MOE,
+        with_bfloat16(MIDDLE_MOE),
         with_codes(MIDDLE_MOE),
         with_codes(MIDDLE_MOE, "int8"),
         QWEN3_8B,

@@ -43,20 +43,28 @@ def decoded(
 ) -> Float[Array, "..."]:
     """Codes times scales, rounded to dtype. axis: of inputs, along which scales are fewer.
 
-    native: whether the device converts e4m3 itself. A CPU does not, and XLA's own conversion there
-    takes 20 times as long as the integer operations of `_from_bits`, which XLA vectorises. A CPU
-    does convert one-byte integers.
+    native: see from_codes.
     """
     size = codes.shape[axis] // scales.shape[axis]
     before, behind = codes.shape[:axis], codes.shape[axis + 1 :]
-    values = (converted if native or codes.dtype == jnp.int8 else _from_bits)(codes)
-    apart = values.reshape(*before, scales.shape[axis], size, *behind)
+    apart = from_codes(codes, native).reshape(*before, scales.shape[axis], size, *behind)
     scaled = (apart * jnp.expand_dims(scales, axis + 1)).reshape(codes.shape)
     kind = jnp.finfo(dtype)
     if kind.dtype != scaled.dtype:
         # Without this XLA would skip the rounding where the result is widened again.
         scaled = lax.reduce_precision(scaled, kind.nexp, kind.nmant)
     return scaled.astype(dtype)
+
+
+def from_codes(codes: UInt8[Array, "..."] | Int8[Array, "..."], native: bool) -> Array:
+    """The values of codes in float32.
+
+    native: whether the device converts e4m3 itself. A CPU does not, and XLA's own conversion there
+    takes 20 times as long as the integer operations of `_from_bits`, which XLA vectorises. A CPU
+    does convert one-byte integers.
+    """
+    values: Array = (converted if native or codes.dtype == jnp.int8 else _from_bits)(codes)
+    return values
 
 
 def converted(codes: Any) -> Any:

@@ -10,15 +10,6 @@ from model.products import Matrix, product
 from model.sharding import shard_idx, sum_shards
 
 
-def zeros_after(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Zeros in float32, shaped as x and made only once x exists.
-
-    XLA for CUDA makes the plain zeros of every layer's loop at the start of a program, and keeps
-    them all: 194 MiB per layer for an 8k chunk of Qwen3-30B.
-    """
-    return x.astype(jnp.float32) * np.float32(0)
-
-
 def rms_norm(
     x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float
 ) -> Float[Array, "*rows size"]:
@@ -114,11 +105,17 @@ def feed_forward(
 
 
 def embed(
-    table: Float[Array, "vocab hidden"], token_ids: Int32[Array, " rows"]
+    table: Float[Array, "..."], token_ids: Int32[Array, " rows"], as_head: bool
 ) -> Float[Array, "rows hidden"]:
-    """Rows of an embedding sharded by vocabulary; exact, since only one shard adds to a row."""
+    """Rows of an embedding sharded by vocabulary; exact, since only one shard adds to a row.
+
+    table: [vocab, hidden], or [hidden, vocab] where it lies as_head.
+    """
     with jax.named_scope("embed"):
-        local = token_ids - shard_idx() * np.int32(table.shape[0])
-        mine = (local >= 0) & (local < table.shape[0])
-        rows = table.at[local].get(mode="clip", wrap_negative_indices=False)
+        size = table.shape[1 if as_head else 0]
+        local = token_ids - shard_idx() * np.int32(size)
+        mine = (local >= 0) & (local < size)
+        at = table.at[:, local] if as_head else table.at[local]
+        found = at.get(mode="clip", wrap_negative_indices=False)
+        rows = found.T if as_head else found
         return sum_shards(jnp.where(mine[:, None], rows, jnp.zeros_like(rows)))

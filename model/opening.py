@@ -36,6 +36,7 @@ from model.promises import PROMISES
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model, random_params
 from model.weights import (
+    bfloat16_parameters,
     coded_parameters,
     dummy_digest,
     load_params,
@@ -130,7 +131,8 @@ def open_model(
     """Read config and weights onto a mesh of dp_size * tp_size devices.
 
     dtype, kv_cache_dtype: "auto" | "float32" | "bfloat16"; auto is float32 on CPU (bfloat16
-    products are an order slower there), else the checkpoint's; the cache follows the weights.
+    products are an order slower there), else the checkpoint's; the cache follows the weights. On a
+    CPU, matrices of a large network stay in bfloat16 for products in float32.
     kv_cache_dtype may also be "fp8_e4m3": a byte a value, unscaled, saturating at 448.
     context_length: 0 means the model's, at most CPU_CONTEXT_LENGTH on CPU.
     chunk_size (0: not checked), fraction, max_total_tokens: of the pool that is made later, so
@@ -149,7 +151,8 @@ def open_model(
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
     shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
     codes = codes_of(cfg.quantization, quantization)
-    dims = Dims.of(cfg, mesh, shared, redundant, codes=codes)
+    dims, is_dummy = Dims.of(cfg, mesh, shared, redundant, codes=codes), load_format == "dummy"
+    dims = replace(dims, coded=coded_parameters(path, dims, quantization, on_cpu(), is_dummy))
     model = Model.create(
         cfg,
         mesh,
@@ -157,15 +160,15 @@ def open_model(
         sizes.page_size,
         share_experts=shared,
         redundant_experts=redundant,
-        coded=coded_parameters(path, dims, quantization, on_cpu(), load_format == "dummy"),
+        coded=dims.coded,
         codes=codes,
+        in_bfloat16=_in_bfloat16(path, dims, sizes.dtype, is_dummy),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(model.dims, sizes.page_size, sizes.kv_dtype)
     if (model.dims.coded and codes == "fp8") or sizes.kv_dtype == FP8:
         check_reads_codes(own_devices(mesh))
     _check_memory(model, kv, sizes.context_length, fraction, max_total_tokens)
-    is_dummy = load_format == "dummy"
     opened = OpenedModel(
         model=model,
         params=None,
@@ -226,17 +229,26 @@ def _sizes(
     return _Sizes(dtype, kv_dtype, page_size, context_length)
 
 
+def _in_bfloat16(path: Path, dims: Dims, dtype: str, is_dummy: bool) -> tuple[str, ...]:
+    """`Dims.in_bfloat16`: small networks stay in the CPU's cache, where nothing is gained."""
+    if not on_cpu() or dtype != "float32" or is_small(dims.cfg.hidden_size):
+        return ()
+    return bfloat16_parameters(path, dims, is_dummy)
+
+
 def _digest(path: Path, model: Model, is_dummy: bool) -> str:
     """The digest of the network as it will be loaded."""
     if is_dummy:
-        return dummy_digest(path, model.dims.coded, model.dims.codes)
+        dims = model.dims
+        return dummy_digest(path, dims.coded, dims.codes, dims.in_bfloat16)
     rounded = model.dims.coded and not model.cfg.quantization
     return model_digest(path) + (ROUNDED[model.dims.codes] if rounded else "")
 
 
 def _load(path: Path, model: Model) -> Params:
     """The parameters of a checkpoint."""
-    dtype, num_devices = model.dtype.name, model.mesh.size
+    held = f" ({', '.join(narrow)}: bfloat16)" if (narrow := model.dims.in_bfloat16) else ""
+    dtype, num_devices = model.dtype.name + held, model.mesh.size
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
     return load_params(path, model, progress=_Progress())
 

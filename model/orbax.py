@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from model.errors import ModelError
-from model.params import Leaf, Params, param_leaves, segments
+from model.params import Leaf, Params, as_head, param_leaves, segments
 from model.quantised import open_checkpoint
 from model.sharding import Dims, Stacks
 from model.tensors import checked_sources
@@ -151,7 +151,7 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
     """
     ocp = _orbax()
     params = folder.absolute() / _PARAMS
-    stacked = replace(model.dims, stacks=Stacks.ALL)
+    stacked = replace(model.dims, stacks=Stacks.ALL, tied_as_head=False)
     leaves = _flat(_named(param_leaves(stacked, model.dtype)))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         _check(params, checkpointer, leaves)
@@ -201,6 +201,8 @@ def _restore(
 
 def _parted(name: tuple[str, ...], value: Array, model: Model) -> dict[tuple[str, ...], Array]:
     """A stack split as the model's segments are: whole, or each layer's part under its own name."""
+    if name == ("embed",) and model.dims.tied_as_head:
+        return {("lm_head",): as_head(value, model.param_leaves()["lm_head"], model.mesh)}
     if name[0] != "layers":
         return {name: value}
     run = segments(replace(model.dims, stacks=Stacks.ALL))[int(name[1])]

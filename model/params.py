@@ -19,7 +19,7 @@ from model.coded import CODE_DTYPES, LARGEST
 from model.sharding import SHARDS, TENSOR, Dims, Stacks
 
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
-# the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
+# the names below to arrays stacked on a leading layer axis. When tied, lm_head is absent, or embed.
 Params = dict[str, Any]
 
 # The axis of inputs (the last of several) in one layer, where it is not the first.
@@ -126,16 +126,22 @@ def param_leaves(dims: Dims, dtype: Any) -> Params:
     cfg = dims.cfg
     hidden, vocab = cfg.hidden_size, cfg.vocab_size
     std = 1.0 / math.sqrt(hidden)
-    embed = Leaf((vocab, hidden), (dims.vocab, hidden), P(SHARDS, None), dtype, std)
-    tree: Params = {
-        "embed": embed,
-        "layers": tuple(_segment_leaves(dims, dtype, run) for run in segments(dims)),
-        "norm": _plain((hidden,), dtype, 0.0),
-    }
-    if not cfg.tie_word_embeddings:
+    tree: Params = {}
+    if not dims.tied_as_head:
+        table = (vocab, hidden), (dims.vocab, hidden)
+        tree["embed"] = Leaf(*table, P(SHARDS, None), dtype, std)
+    tree["layers"] = tuple(_segment_leaves(dims, dtype, run) for run in segments(dims))
+    tree["norm"] = _plain((hidden,), dtype, 0.0)
+    if dims.tied_as_head or not cfg.tie_word_embeddings:
         head = (hidden, vocab), (hidden, dims.vocab)
         tree["lm_head"] = Leaf(*head, P(None, SHARDS), dtype, std)
-    return tree
+    return _narrowed(tree, dims.in_bfloat16)
+
+
+def _narrowed(tree: Params, names: tuple[str, ...]) -> Params:
+    """The same, with these parameters in bfloat16."""
+    held = jnp.dtype(jnp.bfloat16)
+    return {name: replace(x, dtype=held) if name in names else x for name, x in tree.items()}
 
 
 def dense_layer_bytes(dims: Dims, dtype: Any) -> int:
@@ -174,7 +180,7 @@ def _layer_leaves(dims: Dims, dtype: Any, moe: bool) -> dict[str, Leaf]:
         if name in tree:
             group, codes = dims.coded_inputs[name].group, CODE_DTYPES[dims.codes]
             tree |= _coded(name, tree[name], group, codes)
-    return tree
+    return _narrowed(tree, dims.in_bfloat16)
 
 
 def _gated_leaves(
@@ -343,6 +349,11 @@ def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
         for name, leaf in leaves.items()
         if name != "layers"
     }
+    if "embed" not in made:  # the same numbers, however a tied table lies
+        head = leaves["lm_head"]
+        turned = {"canonical": head.canonical[::-1], "shape": head.shape[::-1]}
+        table = replace(head, spec=P(*head.spec[::-1]), **turned)
+        made["lm_head"] = as_head(_random_leaf(table, mesh, _key_of(key, "embed")), head, mesh)
     layers, first = [], 0
     for run in leaves["layers"]:
         end = first + next(iter(run.values())).canonical[0]
@@ -356,6 +367,12 @@ def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
         )
         first = end
     return made | {"layers": tuple(layers)}
+
+
+def as_head(table: Array, head: Leaf, mesh: Mesh) -> Array:
+    """A table [vocab, hidden] as the parameter `head`, [hidden, vocab]."""
+    turned: Array = jax.jit(jnp.transpose, out_shardings=head.sharding(mesh))(table)
+    return turned
 
 
 _keys_of_layers = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))

@@ -1,8 +1,10 @@
 """Products of rows with weights, which are numbers or codes; a CPU computes them tile by tile.
 
-A tile is copied, or decoded, into the CPU's cache and multiplied there. Left alone, XLA on CPU
-first moves the whole matrix where it is codes, or one expert of a stack, or where rows are few but
-more than one: it packs weights for every product (docs/adr/0051).
+A tile is copied, widened or decoded into the CPU's cache and multiplied there. Left alone, XLA on
+CPU first moves the whole matrix where its dtype is not that of products, or it is one expert of a
+stack, or where rows are few but more than one: it packs weights for every product
+(docs/adr/0051). A single row is multiplied in a sum instead, within which XLA widens and decodes
+in registers (docs/adr/0068).
 """
 
 import math
@@ -15,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from model.coded import decoded
+from model.coded import decoded, from_codes
 
 # Tiles of one or two million weights, which were best or nearly so on all shapes tried, and as wide
 # as that allows: strips of fewer outputs are slower, of codes by up to a third.
@@ -24,12 +26,16 @@ _OUTPUTS: Final = 6144  # of a tile with so many inputs; a wider one has half as
 _WIDEST: Final = 16384  # outputs; more of them are multiplied strip by strip
 _STRIP: Final = 8192
 _SMALL: Final = 2**20  # weights that are one tile
-_LEAST: Final = 64  # inputs or outputs of a tile; a size that has no such divisor stays whole
+_COLUMNS: Final = 512  # outputs of a tile that has all inputs, for many rows
+_LEAST: Final = 64  # inputs of a tile; a size that has no such divisor stays whole
 # For weights that are numbers, and not indexed in a stack, XLA's own product is faster, unless the
 # number of rows is in _FEW_ROWS and the matrix has at least _LARGE weights.
 _FEW_ROWS: Final = range(2, 33)
 _UNIT_ROWS: Final = 16
 _LARGE: Final = 2 * 2**20  # weights; smaller ones stay in the processor's cache
+# A sum for one row: terms of an output that are added at once, and weights of a turn.
+_TERMS: Final = 8
+_TURN: Final = 2**19
 
 Axes = tuple[int, ...]
 # (rows, matrix) -> parts to be added up; see `product_parts`.
@@ -40,11 +46,12 @@ ProductParts = Callable[[Array, "Matrix"], Array]
 class Matrix:
     """Weights [inputs, outputs], or those at one place in a stack of such matrices.
 
-    values: [*stack, inputs, outputs], of the products' dtype, or codes where there are scales.
+    values: [*stack, inputs, outputs], of the products' dtype or a narrower one that is widened, or
+    codes where there are scales.
     scales: [*stack, groups, outputs], float32; see model/coded.py.
     dtype: of products. on_cpu: whether products are made for a CPU.
     at: the place, an index for each axis of the stack.
-    turned: values are [outputs, inputs], which have neither scales nor a stack.
+    turned: values are [outputs, inputs], which have neither scales nor a stack; never on a CPU.
     """
 
     values: Array
@@ -68,14 +75,30 @@ class Matrix:
     def part(
         self, first: tuple[Array, Array], size: tuple[int, int]
     ) -> Float[Array, "inputs outputs"]:
-        """The part of this size from `first` on, as numbers. Its inputs are whole groups."""
+        """The part of this size from `first` on, as numbers.
+
+        Its inputs are whole groups, or a part of one.
+        """
         values = self._slice(self.values, first, size)
         if self.scales is None:
-            return values
-        group = np.int32(self.group)
-        of_groups = (lax.div(first[0], group), first[1]), (size[0] // self.group, size[1])
-        scales = self._slice(self.scales, *of_groups)
+            return values.astype(self.dtype)
+        scales = self._scales(first, (max(1, size[0] // self.group), size[1]))
         return decoded(values, scales, 0, self.dtype, native=not self.on_cpu)
+
+    def unscaled(
+        self, first: tuple[Array, Array], size: tuple[int, int]
+    ) -> Float[Array, "inputs outputs"]:
+        """A part of codes, as numbers before they are scaled; float32."""
+        return from_codes(self._slice(self.values, first, size), native=not self.on_cpu)
+
+    def scales_of(self, first_input: Int32[Array, ""]) -> Float[Array, "1 outputs"]:
+        """The scale that this input and its group have, for each output."""
+        return self._scales((first_input, jnp.int32(0)), (1, self.shape[1]))
+
+    def _scales(self, first: tuple[Array, Array], size: tuple[int, int]) -> Array:
+        """size: groups and outputs."""
+        assert self.scales is not None
+        return self._slice(self.scales, (lax.div(first[0], np.int32(self.group)), first[1]), size)
 
     def _slice(self, array: Array, first: tuple[Array, Array], size: tuple[int, int]) -> Array:
         ones = (1,) * len(self.at)
@@ -86,20 +109,17 @@ class Matrix:
         inputs, outputs = self.shape
         if self.turned or not self.on_cpu or inputs * outputs <= _SMALL:
             return inputs, outputs
-        as_they_lie = self.scales is None and not self.at
-        if as_they_lie and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
+        is_plain = self.values.dtype == self.dtype and not self.at
+        if is_plain and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
             return inputs, outputs
+        if rows >= _FEW_ROWS.stop and not self.at:
+            return inputs, min(outputs, _COLUMNS)
         if self.group > _INPUTS:
-            return self.group, _divisor(outputs, max(_LEAST, 2 * _SMALL // self.group), 1)
-        narrow = outputs if outputs <= _WIDEST else _divisor(outputs, _STRIP, 1)
+            return self.group, min(outputs, max(_LEAST, 2 * _SMALL // self.group))
+        narrow = outputs if outputs <= _WIDEST else _STRIP
         most = _INPUTS if narrow <= _OUTPUTS else max(_INPUTS // 2, self.group)
-        return _divisor(inputs, most, self.group), narrow
-
-
-def _divisor(size: int, most: int, multiple: int) -> int:
-    """The largest of the multiples up to `most` that divides size; size if none is worth a tile."""
-    fits = [n for n in range(multiple, most + 1, multiple) if size % n == 0 and n >= _LEAST]
-    return max(fits, default=size)
+        fits = [n for n in range(self.group, most + 1, self.group) if inputs % n == 0]
+        return max((n for n in fits if n >= _LEAST), default=inputs), narrow
 
 
 @dataclass(frozen=True)
@@ -142,6 +162,16 @@ class LayerWeights(Mapping[str, Array]):
         return Matrix(flat(self.arrays[name]), own, self.dtype, self.on_cpu, at)
 
 
+def zeros_after(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Zeros in float32, shaped as x and made only once x exists.
+
+    XLA makes the plain zeros of every layer's loops at the start of a program, and keeps them all:
+    194 MiB per layer for an 8k chunk of Qwen3-30B on a GPU, 22 MiB for one of 512 tokens of
+    Qwen3-0.6B on a CPU.
+    """
+    return x.astype(jnp.float32) * np.float32(0)
+
+
 def contract(
     x: Float[Array, "..."],
     w: Float[Array, "..."],
@@ -170,9 +200,8 @@ def with_company(x: Float[Array, "1 a"]) -> Float[Array, "rows a"]:
 def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
     """x @ w in float32, from operands of the products' dtype."""
     rows = x.shape[0]
-    if rows == 1 and w.on_cpu and jnp.dtype(w.dtype) == jnp.bfloat16:
-        # XLA's CPU product of one bfloat16 row is slower than that of two.
-        return product(jnp.concatenate([x, x]), w)[:1]
+    if rows == 1 and w.on_cpu and (w.at or w.values.dtype != jnp.float32):
+        return _row_in_turns(x, w)
     if rows == 1 and not w.on_cpu:
         if w.scales is not None:
             return _row_by_codes(x, w)
@@ -182,12 +211,22 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
         return _strip(x, w, zero, (some, narrow))
 
     def put_strip(i: Array, out: Array) -> Array:
-        first = i * np.int32(narrow)
+        first = _start(i, narrow, outputs)
         own = _strip(x, w, first, (some, narrow))
         return lax.dynamic_update_slice(out, own, (zero, first))
 
-    nothing = jnp.zeros((rows, outputs), jnp.float32)
-    return lax.fori_loop(np.int32(0), np.int32(outputs // narrow), put_strip, nothing)
+    nothing = _nothing(x, (rows, outputs))
+    return lax.fori_loop(np.int32(0), np.int32(-(-outputs // narrow)), put_strip, nothing)
+
+
+def _nothing(x: Float[Array, "rows a"], shape: tuple[int, int]) -> Float[Array, "b c"]:
+    """What a loop over tiles begins with: zeros that are made only once x exists."""
+    return jnp.broadcast_to(zeros_after(x[:1, :1]), shape)
+
+
+def _start(i: Array, size: int, whole: int) -> Int32[Array, ""]:
+    """Where strip i begins; the last one begins earlier where strips do not fit evenly."""
+    return jnp.minimum(i * np.int32(size), np.int32(whole - size))
 
 
 def product_parts(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "parts rows b"]:
@@ -224,5 +263,38 @@ def _strip(
         own = lax.dynamic_slice(x, (zero, first), (x.shape[0], some))
         return out + contract(own, w.part((first, first_output), size), ((1,), (0,)))
 
-    nothing = jnp.zeros((x.shape[0], narrow), jnp.float32)
+    nothing = _nothing(x, (x.shape[0], narrow))
     return lax.fori_loop(np.int32(0), np.int32(inputs // some), add_tile, nothing)
+
+
+def _row_in_turns(x: Float[Array, "1 a"], w: Matrix) -> Float[Array, "1 b"]:
+    """The product of one row on a CPU, as a sum.
+
+    All inputs, or those that share a scale, are cut into _TERMS parts of equal size, and a turn
+    takes some inputs of each. So it reads memory in as many places, and the CPU reads ahead in each
+    of them; rows of weights that lie beside each other are read half as fast.
+    """
+    inputs, outputs = w.shape
+    # Scaled once a turn; numbers that are rounded after scaling must be scaled one by one.
+    scaled = w.scales is not None and jnp.dtype(w.dtype) == jnp.float32
+    shared = w.group if scaled else inputs
+    terms = math.gcd(shared, _TERMS)
+    apart = shared // terms
+    within = apart if scaled or w.scales is None else math.gcd(apart, w.group)
+    most = min(within, max(1, _TURN // (terms * outputs)))
+    some = max(n for n in range(1, most + 1) if within % n == 0)
+    row, zero = x[0].astype(w.dtype).astype(jnp.float32), jnp.int32(0)
+
+    def add_turn(i: Array, sums: Array) -> Array:
+        turns = np.int32(apart // some)
+        start = lax.div(i, turns) * np.int32(shared) + lax.rem(i, turns) * np.int32(some)
+        found = jnp.zeros_like(sums) if scaled else sums
+        for term in range(terms):
+            at = start + np.int32(term * apart), zero
+            numbers = (w.unscaled if scaled else w.part)(at, (some, outputs)).astype(jnp.float32)
+            found = found + lax.dynamic_slice(row, at[:1], (some,))[:, None] * numbers
+        return sums + found * w.scales_of(start) if scaled else found
+
+    nothing = _nothing(x, (some, outputs))
+    sums = lax.fori_loop(zero, np.int32(inputs // (terms * some)), add_turn, nothing)
+    return jnp.sum(sums, axis=0, keepdims=True)

@@ -38,13 +38,14 @@ _NAMES: Final = ("gate_proj", "up_proj", "down_proj")
 def param_sources(dims: Dims) -> Params:
     """The tree of `Source`s that has the structure of the parameters."""
     cfg = dims.cfg
-    tree: Params = {
-        "embed": Plain(_EMBED, (cfg.vocab_size, cfg.hidden_size)),
-        "layers": tuple(_segment_sources(dims, run) for run in segments(dims)),
-        "norm": Plain("model.norm.weight", (cfg.hidden_size,)),
-    }
-    if not cfg.tie_word_embeddings:
-        tree["lm_head"] = Turned(_HEAD, cfg.hidden_size, cfg.vocab_size)
+    tree: Params = {}
+    if not dims.tied_as_head:
+        tree["embed"] = Plain(_EMBED, (cfg.vocab_size, cfg.hidden_size))
+    tree["layers"] = tuple(_segment_sources(dims, run) for run in segments(dims))
+    tree["norm"] = Plain("model.norm.weight", (cfg.hidden_size,))
+    if dims.tied_as_head or not cfg.tie_word_embeddings:
+        name = _EMBED if cfg.tie_word_embeddings else _HEAD
+        tree["lm_head"] = Turned(name, cfg.hidden_size, cfg.vocab_size)
     return tree
 
 
@@ -289,6 +290,5 @@ def _check_tied_head(files: Checkpoint, cfg: ModelConfig) -> None:
 
 
 def _leaves(tree: Params) -> list[Source]:
-    return [tree["embed"], tree["norm"], *([tree["lm_head"]] if "lm_head" in tree else [])] + [
-        source for run in tree["layers"] for source in run.values()
-    ]
+    alone = [source for name, source in tree.items() if name != "layers"]
+    return alone + [source for run in tree["layers"] for source in run.values()]

@@ -22,7 +22,7 @@ from model.kernels import Target
 from model.kernels.attention.reference import short_context
 from model.kv import PagePool, read_plane
 from model.latent import latent_attention
-from model.layers import embed, feed_forward, rope_tables, zeros_after
+from model.layers import embed, feed_forward, rope_tables
 from model.moe import ExpertMap, moe, shared_experts, with_rows
 from model.page_groups import (
     Place,
@@ -33,7 +33,7 @@ from model.page_groups import (
     place_of,
 )
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
-from model.products import LayerWeights, Matrix, product
+from model.products import LayerWeights, Matrix, product, zeros_after
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
 
@@ -77,10 +77,12 @@ class Model:
         platform: str = "",
         coded: tuple[str, ...] = (),
         codes: str = "fp8",
+        in_bfloat16: tuple[str, ...] = (),
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacks, redundant_experts, coded, codes: see Dims; stacks None: the fastest.
+        share_experts, stacks, redundant_experts, coded, codes, in_bfloat16: see Dims; stacks None
+        means the fastest.
         platform: what the forms of operations are chosen for; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
@@ -95,7 +97,8 @@ class Model:
         target = Target(platform, found == "cpu" != platform, shared_bytes)
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(dims, kind))
-        dims = replace(dims, stacks=stacks)
+        as_head = cfg.tie_word_embeddings and platform == "cpu"
+        dims = replace(dims, stacks=stacks, in_bfloat16=in_bfloat16, tied_as_head=as_head)
         shape = kernels.attention_shape(dims, target, kind.name, page_size)
         routed = kernels.experts_shape(dims, target, kind.name)
         chosen = Kernels(
@@ -245,10 +248,10 @@ def row_logits(
     model: Model, params: Params, hidden: Float[Array, "rows hidden"]
 ) -> Float[Array, "rows vocab"]:
     """Logits of hidden states of one rank: f32[rows, vocab_size]; inside `on_ranks`."""
-    tied = model.cfg.tie_word_embeddings
+    turned = "lm_head" not in params
     with jax.named_scope("logits"):
-        table = params["embed" if tied else "lm_head"]
-        head = Matrix(table, None, model.dtype, model.on_cpu, turned=tied)
+        table = params["embed" if turned else "lm_head"]
+        head = Matrix(table, None, model.dtype, model.on_cpu, turned=turned)
         return gather_shards(product(hidden, head))[:, : model.cfg.vocab_size]
 
 
@@ -278,11 +281,7 @@ def prefill_captured(
     pool: PagePool,
     batch: ChunkBatch,
     expert_map: ExpertMap | None = None,
-) -> tuple[
-    Float[Array, "tokens hidden"],
-    PagePool,
-    Captured,
-]:
+) -> tuple[Float[Array, "tokens hidden"], PagePool, Captured]:
     """prefill_hidden that also returns what happened inside; for tests."""
 
     def shard(
@@ -391,7 +390,8 @@ def _layers(
     listed: Listed | None = None,
 ) -> _Carry:
     cfg = model.cfg
-    x = embed(params["embed"], inputs.token_ids)
+    table = params["lm_head" if model.dims.tied_as_head else "embed"]
+    x = embed(table, inputs.token_ids, model.dims.tied_as_head).astype(model.dtype)
     freq = rope_frequencies(cfg.rope, cfg.rope_dim)
     tables = rope_tables(freq, inputs.positions, cfg.rope.attention_factor)
     rows = Rows(*tables, inputs.kv_idx)

@@ -22,7 +22,7 @@ from model.params import Leaf, Params
 from model.quantised import open_checkpoint
 from model.sharding import Dims
 from model.sources import Files, Source
-from model.tensors import checked_sources
+from model.tensors import checked_sources, param_sources
 from model.transformer import Model
 
 Progress = Callable[[int, int], None]
@@ -84,6 +84,31 @@ def coded_parameters(
         return ()
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
     return codes_to_keep(files, dims, asked)
+
+
+def bfloat16_parameters(path: str | Path, dims: Dims, dummy: bool = False) -> tuple[str, ...]:
+    """`Dims.in_bfloat16` for a checkpoint folder: the matrices that it has in bfloat16 throughout.
+
+    dims says which are codes. An Orbax folder has none. dummy: as config.json says. Raises
+    ModelError as load_params does.
+    """
+    cfg, folder = dims.cfg, Path(path)
+    names = [x for x in ("embed", "lm_head", *dims.coded_inputs) if x not in dims.coded]
+    if dummy:
+        return tuple(names) if cfg.torch_dtype == "bfloat16" else ()
+    if is_orbax(folder):
+        return ()
+    files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
+    tree, present = param_sources(replace(dims, coded=(), tied_as_head=False)), set(files.names)
+    if cfg.tie_word_embeddings:
+        tree["lm_head"] = tree["embed"]
+    found: list[str] = []
+    for name in names:
+        sources = [part[name] for part in (tree, *tree["layers"]) if name in part]
+        tensors = {tensor for source in sources for tensor, _ in source.expected()} & present
+        if {files.dtype(tensor) for tensor in tensors} == {"BF16"}:
+            found.append(name)
+    return tuple(found)
 
 
 def stored_bytes(model: Model) -> int:
@@ -176,14 +201,19 @@ def model_digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def dummy_digest(path: str | Path, coded: tuple[str, ...] = (), codes: str = "") -> str:
+def dummy_digest(
+    path: str | Path,
+    coded: tuple[str, ...] = (),
+    codes: str = "",
+    in_bfloat16: tuple[str, ...] = (),
+) -> str:
     """Takes the place of model_digest where parameters are random: of the configuration alone.
 
-    coded: parameters that are codes. codes: which codes. Random codes differ from random values in
-    the model's dtype, so two workers that differ in them must not pair. No checkpoint has such a
-    digest.
+    coded: parameters that are codes. codes: which codes. in_bfloat16: see Dims. Random codes, and
+    random values in bfloat16, differ from random values in the model's dtype, so two workers that
+    differ in them must not pair. No checkpoint has such a digest.
     """
-    told = repr((_computed(ModelConfig.from_dir(path)), coded, codes if coded else ""))
+    told = repr((_computed(ModelConfig.from_dir(path)), coded, codes if coded else "", in_bfloat16))
     return xxhash.xxh3_64(told.encode()).hexdigest() + "-dummy"
 
 

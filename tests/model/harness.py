@@ -27,7 +27,7 @@ from model.transformer import (
     prefill_captured,
     prefill_hidden,
 )
-from model.weights import coded_parameters, load_params
+from model.weights import bfloat16_parameters, coded_parameters, load_params
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PAGE_SIZE = 16
@@ -78,6 +78,7 @@ class Harness:
         stacks: Stacks | None = None,
         platform: str = "",  # compute as on this platform
         coded: bool | str = False,  # whether to keep codes where possible, or which codes
+        narrow: bool = False,  # whether to hold matrices in bfloat16 where the checkpoint does
         optimized: bool = False,  # see compiled_soon
     ) -> None:
         self._optimized = optimized
@@ -96,6 +97,7 @@ class Harness:
             platform=platform,
             coded=names,
             codes=codes,
+            in_bfloat16=bfloat16_parameters(checkpoint, dims) if narrow else (),
         )
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()

@@ -19,8 +19,7 @@ from jaxtyping import Bool, Float, Int32
 
 from model.attention import ChunkBatch
 from model.kv import PagePool, read_pages
-from model.layers import zeros_after
-from model.products import contract
+from model.products import contract, zeros_after
 
 _PREFILL_TILES: Final = (256, 1024)  # tokens at once: on a processor, on an accelerator
 _PREFILL_BLOCKS: Final = (256, 1024)  # positions at once

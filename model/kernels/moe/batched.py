@@ -15,8 +15,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int32
 
 from model.coded import ExpertStacks, decoded
-from model.layers import gated, zeros_after
-from model.products import contract
+from model.layers import gated
+from model.products import contract, zeros_after
 
 # Up to about here, reading an expert takes longer than multiplying as many rows with it: on an H200
 # up to 180 rows, operations a second over bytes a second, for weights of two bytes.

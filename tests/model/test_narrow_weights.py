@@ -1,0 +1,111 @@
+"""On a CPU, matrices of a large network stay in the checkpoint's bfloat16, for float32 products."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from model import opening, processors
+from model.opening import OpenedModel
+from model.orbax import save_orbax
+from model.sharding import make_mesh
+from model.transformer import Model, random_params
+from model.weights import stored_bytes
+from tests.model.checkpoints import golden_config, write_config
+from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
+
+PROMPTS = [list(range(3, 40)), list(range(90, 95)), [7]]
+
+
+def _open(folder: Path, **more: Any) -> OpenedModel:
+    return open_plainly(folder, 16, 64, **{"dtype": "auto", **more})
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every network is one of a large hidden size."""
+    monkeypatch.setattr(processors, "_SMALL", 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.usefixtures("large")
+def test_matrices_of_a_large_network_have_the_numbers_in_half_the_bytes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = GOLDENS / name / "model"
+    narrow = _open(folder)
+    monkeypatch.setattr(processors, "_SMALL", 1 << 20)
+    wide = _open(folder)
+    assert wide.model.dims.in_bfloat16 == ()
+    assert set(narrow.model.dims.in_bfloat16) >= {"embed", "lm_head", "o"}
+    assert stored_bytes(narrow.model) < 0.6 * stored_bytes(wide.model)
+    assert narrow.digest == wide.digest
+    assert narrow.model.dtype == np.float32
+    assert (narrow.model.dtype, narrow.kv) == (wide.model.dtype, wide.kv)
+    for one, other in zip(*map(jax.tree.leaves, (narrow.params, wide.params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one).astype(other.dtype), np.asarray(other))
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["in a batch", "alone"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "deepseek_v3"])
+def test_answers_are_those_of_float32_weights(name: str, prompts: list[list[int]]) -> None:
+    folder = Golden(name).checkpoint
+    narrow, wide = (Harness(folder, narrow=how).run(prompts, 8) for how in (True, False))
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_allclose(one.step_logits, other.step_logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("large")
+def test_a_parameter_with_a_tensor_of_another_dtype_stays_in_float32(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    shutil.copytree(GOLDENS / "qwen3" / "model", folder)
+    tensors = load_file(folder / "model.safetensors")
+    odd = "model.layers.1.self_attn.k_proj.weight"
+    tensors[odd] = tensors[odd].astype(np.float32) * np.float32(1.001)
+    save_file(tensors, folder / "model.safetensors")
+    opened = _open(folder)
+    assert "qkv" not in opened.model.dims.in_bfloat16
+    assert {"o", "gate_up", "down", "lm_head"} <= set(opened.model.dims.in_bfloat16)
+    assert {str(run["qkv"].dtype) for run in opened.params["layers"]} == {"float32"}
+
+
+@pytest.mark.usefixtures("large")
+def test_float32_checkpoints_codes_orbax_and_other_devices_are_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen = GOLDENS / "qwen3" / "model"
+    assert _open(GOLDENS / "llama" / "model").model.dims.in_bfloat16 == ()
+    assert _open(qwen, dtype="bfloat16").model.dims.in_bfloat16 == ()
+    coded = _open(qwen, quantization="int8").model.dims
+    assert set(coded.in_bfloat16) == {"embed", "lm_head"}
+    save_orbax(qwen, tmp_path / "orbax", _open(qwen).model)
+    assert _open(tmp_path / "orbax").model.dims.in_bfloat16 == ()
+    monkeypatch.setattr(opening, "on_cpu", lambda: False)
+    assert _open(qwen, dtype="float32").model.dims.in_bfloat16 == ()
+
+
+def test_a_tied_table_has_the_same_random_numbers_however_it_lies() -> None:
+    cfg = _open(GOLDENS / "qwen3" / "model").model.cfg
+    cpu, other = (
+        random_params(Model.create(cfg, make_mesh(2, 1), "float32", 16, platform=platform), 5)
+        for platform in ("cpu", "cuda")
+    )
+    assert "embed" not in cpu
+    assert "lm_head" not in other
+    np.testing.assert_array_equal(np.asarray(cpu["lm_head"]).T, np.asarray(other["embed"]))
+
+
+def test_random_weights_in_bfloat16_have_a_digest_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_config(tmp_path / "bare", golden_config("qwen3_moe"))
+    wide = _open(folder, load_format="dummy")
+    monkeypatch.setattr(processors, "_SMALL", 0)
+    narrow = _open(folder, load_format="dummy")
+    assert {str(narrow.params[name].dtype) for name in ("embed", "lm_head")} == {"bfloat16"}
+    assert narrow.digest == _open(folder, load_format="dummy").digest != wide.digest
