@@ -157,7 +157,7 @@ def test_rotary_tables_and_a_doubled_tied_head_are_left_alone(tmp_path: Path) ->
     save_file(tensors, tmp_path / "model.safetensors")
     params = load_params(tmp_path, _model(tmp_path))
     assert "embed" not in params
-    assert (np.asarray(params["lm_head"]).T == tensors["lm_head.weight"]).all()
+    assert (tensors["lm_head.weight"] == np.asarray(params["lm_head"]).T).all()
 
 
 def test_a_doubled_tied_head_may_have_another_dtype(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_doubled_tied_head_may_have_another_dtype(tmp_path: Path) -> None:
     tensors |= {"model.embed_tokens.weight": half.astype(np.float32), "lm_head.weight": half}
     save_file(tensors, tmp_path / "model.safetensors")
     params = load_params(tmp_path, _model(tmp_path))
-    assert (np.asarray(params["lm_head"]).T == half).all()
+    assert (half == np.asarray(params["lm_head"]).T).all()
 
 
 def _nudge_last(head: np.ndarray) -> np.ndarray:
