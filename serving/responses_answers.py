@@ -401,5 +401,5 @@ def _format_of(fields: ResponsesFields) -> dict[str, Any]:
         "name": asked.name or "",
         "description": asked.description,
         "schema": asked.schema,
-        "strict": True,  # always
+        "strict": asked.strict is True,  # otherwise the schema was read leniently
     }

@@ -262,6 +262,7 @@ for _ in range(300):
         ({"tools": [TOOLS[0] | {"parameters": {"maximum": 10**30}}]}, "tools"),
         ({"tools": [TOOLS[0] | {"parameters": DEEP}]}, "tools"),
         ({"text": {"format": {"type": "json_schema", "schema": {"examples": [10**20]}}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": False}}}, "text"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
