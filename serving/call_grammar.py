@@ -20,6 +20,7 @@ _SPACE: Final = r"/[ \n]{0,4}/"
 _NUMBER: Final = "/0|[1-9][0-9]{0,5}/"
 _TEXT: Final = "/(?s:.*)/"
 _MAX_TOOLS: Final = 512
+_OTHER_TYPES: Final = ("array", "boolean", "integer", "null", "number", "string")
 
 NO_PLACES: Final[Mapping[str, str]] = {}
 
@@ -175,6 +176,12 @@ def _arguments(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     given = function.get("parameters")
     # Without parameters there are no arguments.
     schema = {"type": "object", **({"properties": {}} if given is None else given)}
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if "object" in kinds:
+        schema["type"] = "object"  # any other value would be no call
+    elif kinds and all(kind in _OTHER_TYPES for kind in kinds):
+        told = " or ".join(kinds)
+        raise wrong(place, f"of {function['name']!r}: expected an object's schema, got {told}")
     try:
         return schema_rules(place, schema, lenient=function.get("strict") is not True)
     except (ValueError, TypeError, RecursionError) as error:

@@ -431,6 +431,8 @@ async def test_a_call_of_kimi_has_a_number_that_the_model_chooses(either: Texts)
         (TOOLS * 300, None, "tools"),
         ([{"function": {"name": "x", "parameters": [1]}}], None, "tools"),
         ([{"function": {"name": "x", "parameters": "no json"}}], None, "tools"),
+        ([{"function": {"name": "x", "parameters": {"type": "string"}}}], None, "tools"),
+        ([{"function": {"name": "x", "parameters": {"type": ["array", "null"]}}}], None, "tools"),
     ],
 )
 def test_tools_that_cannot_be_called_are_refused(

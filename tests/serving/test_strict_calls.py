@@ -94,6 +94,15 @@ async def test_text_is_free_until_a_call_begins(texts: Texts, text: str, right: 
         assert texts.takes(grammar, text) == right, reasoning
 
 
+async def test_arguments_are_an_object_whatever_else_their_schema_takes(texts: Texts) -> None:
+    function = STRICT | {"parameters": DAY | {"type": ["null", "object"]}}
+    tools = [{"type": "function", "function": function}]
+    form = strict_calls_form(parsing_of("qwen"), tools, texts.tokenizer)
+    grammar = await grammar_text(form, Untried(MODEL_PATH))
+    assert texts.takes(grammar, RIGHT)
+    assert not texts.takes(grammar, call_of("ferry_times", "null"))
+
+
 async def test_one_call_is_made_where_no_more_are_wanted(texts: Texts) -> None:
     grammar = await grammar_of(texts, "hermes", one_call=True)
     assert texts.takes(grammar, f"x {RIGHT} y")
