@@ -422,8 +422,9 @@ WORKER_HELP = {
     "drain_timeout_s": "seconds in which a worker told to leave (SIGTERM, POST /drain) may finish "
     "the requests that it has",
     "stall_timeout_s": "seconds without progress after which a data connection counts as lost",
-    "watchdog_timeout_s": "seconds without progress of its loop after which the process writes "
-    "where it hangs and exits; must be longer than a chunk or a step takes; 0: it never does",
+    "watchdog_timeout_s": "seconds without progress of its loop, or at one grammar, after which "
+    "the process writes where it hangs and exits; must be longer than a chunk or a step takes; "
+    "0: it never does",
     "chunked_prefill_size": "maximum prompt tokens computed at once; 0: 512 on CPU, else 8192, or "
     "2048 where decode computes prompts",
     "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",

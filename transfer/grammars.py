@@ -5,6 +5,7 @@ is bounded here as well: a grammar that takes too much ends its own request.
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import OrderedDict
@@ -66,6 +67,8 @@ class Grammars:
         self._num_words = mask_words(config.vocab_size)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._begun_by: dict[int, int] = {}  # by thread: the number of what it has begun
         self._threads = grammar_threads(_THREADS, "grammar")
         self._masking = llguidance.LLExecutor()
         self._opening = self._threads.submit(self._open)
@@ -89,6 +92,11 @@ class Grammars:
             if each.matcher.is_error():
                 masks[row] = 0
         return masks.view(np.uint32)
+
+    def progress(self) -> int:
+        """A number that stays the same only while a thread stays at one grammar (any thread)."""
+        with self._lock:
+            return min(self._begun_by.values(), default=next(self._numbers))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -115,6 +123,9 @@ class Grammars:
     ) -> None:
         if not is_wanted():
             return
+        thread = threading.get_ident()
+        with self._lock:
+            self._begun_by[thread] = next(self._numbers)
         try:
             tell(self._constraint(submit))
         except RequestError as error:
@@ -122,6 +133,9 @@ class Grammars:
         except BaseException as error:
             log.exception("a grammar could not be compiled")
             tell(RequestError(Code.INTERNAL, f"the grammar could not be compiled: {error}"))
+        finally:
+            with self._lock:
+                del self._begun_by[thread]
 
     def _constraint(self, submit: wire.Submit) -> Constraint:
         matcher = self._matcher(submit.sampling.grammar)

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,6 +313,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def _tell_failed(self, submit: wire.Submit, code: Code, message: str) -> None:
         event = wire.RoomEvent(submit.room, "failed", code=code.value, message=message)
         self._emitter.event(submit.api_id, event)
+
+    def watched(self) -> Sequence[Callable[[], int]]:
+        assert self._grammars is not None, "it is ready"
+        return (*super().watched(), self._grammars.progress)
 
     def close(self) -> None:
         self._compiles.disarm()

@@ -15,22 +15,23 @@ log = logging.getLogger(__name__)
 _LOOKS = 10  # at the progress, in the time that it may stand still
 
 
-async def watch(timeout_s: float, progress: Callable[[], int]) -> None:
+async def watch(timeout_s: float, *progress: Callable[[], int]) -> None:
     """Watch until cancelled. 0: never ends the process.
 
-    progress: a number that changes while the process is well. Once it has been the same for
-    timeout_s, or up to a tenth more, or if the loop does not run this task for as long, every
-    thread's stack is written to stderr and the process exits with code 1, at once: its peers see
-    what they see when it is killed.
+    progress: numbers, each of which changes while a part of the process is well. Once one has been
+    the same for timeout_s, or up to a tenth more, or if the loop does not run this task for as
+    long, every thread's stack is written to stderr and the process exits with code 1, at once: its
+    peers see what they see when it is killed.
     """
     if not timeout_s:
         return
-    seen: int | None = None
+    seen: list[int | None] = [None] * len(progress)
     try:
         while True:
-            now = progress()
-            if now != seen and _is_set(timeout_s):
-                seen = now
+            now = [number() for number in progress]
+            all_new = all(new != old for new, old in zip(now, seen, strict=True))
+            if all_new and _is_set(timeout_s):
+                seen = [*now]
             await asyncio.sleep(timeout_s / _LOOKS)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -18,7 +18,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,10 @@ class Worker(ABC):
     def close(self) -> None:
         """Close the data plane (loop thread, after the engine has stopped)."""
 
+    def watched(self) -> Sequence[Callable[[], int]]:
+        """Numbers that change while this process is well (loop thread, from ready on)."""
+        return (lambda: self.progress,)
+
     def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
         """Tasks with the registry other than the lease (loop thread, before the engine starts)."""
         return []
@@ -260,7 +264,7 @@ class Worker(ABC):
                     self.rank_loads,
                 )
             )
-            watching = watch(self.watchdog_timeout_s, lambda: self.progress)
+            watching = watch(self.watchdog_timeout_s, *self.watched())
             tasks += [
                 lease,
                 asyncio.create_task(watching),

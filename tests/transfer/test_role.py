@@ -9,7 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.sim.alone import Alone
+from tests.sim.grammars import SimGrammars
 from tests.transfer.samples import KV
+from transfer import wire
 from transfer.role import PoolFacts, describe
 from transfer.worker_config import WorkerConfig
 
@@ -32,3 +35,14 @@ def test_a_worker_tells_all_of_its_pages_and_counts_heads_without_copies() -> No
     info = describe(worker, WorkerConfig(Path("model"), "127.0.0.1:8998"), opened, "", 3)
     assert msgspec.structs.asdict(info.kv_spec) == asdict(kv) | {"num_kv_heads": 1}
     assert (info.stored_kv_heads, info.max_request_tokens) == (4, 12)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_whose_thread_stays_at_a_grammar_makes_no_progress(
+    role: wire.Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Alone(role).worker
+    monkeypatch.setattr(SimGrammars, "progress", lambda _: 7)
+    for turns in (1, 2):
+        worker.progress = turns
+        assert [number() for number in worker.watched()] == [turns, 7]

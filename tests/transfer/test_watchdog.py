@@ -50,6 +50,39 @@ def test_a_worker_whose_engine_hangs_ends_and_shows_its_stacks(how: str) -> None
     assert re.search(r'File "<string>", line \d+ in turn$', ended.stderr, re.MULTILINE)
 
 
+_GRAMMARS = """
+import asyncio, json
+from itertools import count
+from model.config import ModelConfig
+from serving.demo import demo_model_path
+from tests.transfer.test_grammars import begin, submit
+from transfer.grammars import Grammars
+from transfer.watchdog import watch
+
+def of(schema):
+    return submit(json.dumps({{"grammars": [{{"json_schema": schema}}]}}))
+
+async def main():
+    path = demo_model_path()
+    grammars = Grammars(path, ModelConfig.from_dir(path))
+    await asyncio.to_thread(begin, grammars, of({{"const": 1}}))
+    task = asyncio.create_task(watch({timeout_s}, count().__next__, grammars.progress))
+    await asyncio.sleep({timeout_s})
+    await asyncio.to_thread(begin, grammars, of({{"const": 2}}))
+    await asyncio.sleep({timeout_s})
+    print("well until now", flush=True)
+    await asyncio.to_thread(begin, grammars, of({{"multipleOf": 99999999}}))
+
+asyncio.run(main())
+"""
+
+
+def test_a_thread_that_does_not_come_back_from_a_grammar_ends_its_process() -> None:
+    ended = _run(_GRAMMARS.format(timeout_s=_TIMEOUT_S))
+    assert (ended.returncode, ended.stdout) == (1, "well until now\n"), ended.stderr
+    assert re.search(r"line \d+ in _matcher$", ended.stderr, re.MULTILINE)
+
+
 def test_a_loop_that_stands_still_ends_its_process() -> None:
     program = (
         "import asyncio, itertools, time\n"
@@ -79,6 +112,26 @@ async def test_progress_and_the_end_of_watching_put_the_end_off(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert set_off == [0.01, 0.01, "off"], "one for each state that was new"
+
+
+async def test_every_part_has_to_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_off: list[float] = []
+    timer = watchdog.faulthandler
+    monkeypatch.setattr(timer, "dump_traceback_later", lambda s, **_: set_off.append(s))
+    monkeypatch.setattr(timer, "cancel_dump_traceback_later", lambda: None)
+    slow, is_over = [3, 3, 2, 1, 1, 1], asyncio.Event()
+
+    def progress() -> int:
+        if len(slow) == 1:
+            is_over.set()
+            return slow[0]
+        return slow.pop()
+
+    task = asyncio.create_task(watchdog.watch(0.01, count().__next__, progress))
+    await is_over.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(set_off) == 3, "one for each state that was new to both"
 
 
 async def test_a_timer_that_cannot_be_set_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
