@@ -28,12 +28,14 @@ class Entry:
     """One position and its logprobs. logprob: None for the first token of a prompt.
 
     num_chars: length of the text that this token made showable; stop strings hold some back.
+    num_decoded: length of the text that its bytes complete, held back or not.
     """
 
     token_id: int
     logprob: float | None
     top: Top
     num_chars: int = 0
+    num_decoded: int = 0
 
 
 @dataclass(slots=True)
@@ -195,15 +197,17 @@ class Choice:
         if shown.token_ids:
             self.pending.ids.append(token_id)
         text = ""
+        num_decoded = 0
         if token_id not in self._quiet_ids:
             text = self._detokenizer.push((token_id,))
+            num_decoded = len(text)
             # Stop strings count only in what comes after min_tokens.
             if index >= self.ask.sampling.min_tokens:
                 text = self._shown(text)
         if shown.num_logprobs >= 0 and tokens.logprobs is not None:
             logprob = _finite_one(tokens.logprobs[place])
             top = _best(None if tokens.top is None else tokens.top[place], shown.num_logprobs)
-            self.pending.entries.append(Entry(token_id, logprob, top, len(text)))
+            self.pending.entries.append(Entry(token_id, logprob, top, len(text), num_decoded))
         return text
 
     def _shown(self, text: str) -> str:

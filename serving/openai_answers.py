@@ -4,6 +4,7 @@ Shapes: OpenAI's API reference (chat.completion, chat.completion.chunk, text_com
 them, as in vLLM: stop_reason, prompt_logprobs, and token ids where asked.
 """
 
+import codecs
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class LogprobShapes:
             tokens.append(token)
             logprobs.append(entry.logprob)
             offsets.append(offset)
-            offset += len(self._tokenizer.token_text(entry.token_id))
+            offset += entry.num_decoded
             if entry.logprob is None:
                 tops.append(None)
                 continue
@@ -103,6 +104,25 @@ class LogprobShapes:
             }
             for token_id, value in values.items()
         }
+
+    def echoed(self, choice: Choice) -> list[Entry]:
+        """The entries of a prompt that is echoed, each with its share of the prompt's text."""
+        entries, text, tokenizer = choice.prompt_entries, choice.ask.prompt.text, self._tokenizer
+        at, is_first = 0, True
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for entry in entries:
+            own = tokenizer.token_text(entry.token_id)
+            if entry.token_id in tokenizer.special_ids and not text.startswith(own, at):
+                continue  # the tokenizer added it
+            piece = decoder.decode(tokenizer.token_bytes(entry.token_id))
+            if is_first and not tokenizer.decode([entry.token_id], False).startswith(piece):
+                piece = piece.removeprefix(" ")  # SentencePiece puts one before the first word
+            is_first = False
+            entry.num_decoded = len(piece)
+            at += len(piece)
+        if entries:  # what follows is at the end, even if the tokenizer changed the text
+            entries[-1].num_decoded += len(text) - at
+        return entries
 
     def text(self, token_id: int, as_id: bool) -> str:
         return f"token_id:{token_id}" if as_id else self._tokenizer.token_text(token_id)
@@ -398,7 +418,7 @@ class CompletionShape:
         entries = piece.entries
         if choice.ask.shown.echo:
             text = choice.ask.prompt.text + text
-            entries = choice.prompt_entries + entries
+            entries = self._logprobs.echoed(choice) + entries
         item = self._item(choice, text, entries)
         item |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if choice.ask.shown.token_ids:
@@ -411,7 +431,7 @@ class CompletionShape:
             of_prompt["token_ids"] = []
         if not choice.ask.shown.echo:
             return [self._item(choice, "", []) | of_prompt] if of_prompt else []
-        item = self._item(choice, choice.ask.prompt.text, choice.prompt_entries)
+        item = self._item(choice, choice.ask.prompt.text, self._logprobs.echoed(choice))
         return [item | of_prompt]
 
     def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:

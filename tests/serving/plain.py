@@ -4,6 +4,7 @@ Nothing here comes from serving/: texts are made of the tokens' bytes, chunks of
 Slow and simple on purpose; tests compare what the server writes with it.
 """
 
+import codecs
 import json
 import math
 import re
@@ -116,7 +117,6 @@ class PlainChoice:
         self.sent_text = ""
         self.is_open = False
         self.has_begun = False
-        self.offset = 0  # of the next token in the text, as completions count it
 
     def take(self, run: Sequence[Token]) -> list[dict[str, Any]]:
         """Take tokens; the chunks that leave now."""
@@ -158,7 +158,7 @@ class PlainChoice:
             return [self._chunk(delta=delta, **ids) | of_prompt]
         if not asked.echo and not of_prompt:
             return []
-        logprobs = self._logprobs(self.prompt) if asked.echo else None
+        logprobs = self._logprobs(self.prompt, self._prompt_offsets()) if asked.echo else None
         return [self._chunk(text=text, logprobs=logprobs, **of_prompt, **ids)]
 
     def _piece(self, text: str) -> list[dict[str, Any]]:
@@ -171,14 +171,33 @@ class PlainChoice:
         if not asked.token_ids:
             fields = {}
         told = [PromptToken(t.token_id, _finite(t.logprob), t.top) for t in tokens]
-        fields["logprobs"] = self._logprobs(told)
+        fields["logprobs"] = self._logprobs(told, self._offsets(len(tokens)))
         content = {"delta": ChoiceDelta(content=text)} if asked.is_chat else {"text": text}
         return [self._chunk(**content, **fields)]
 
-    def _logprobs(self, tokens: Sequence[PromptToken]) -> Any:
+    def _offsets(self, count: int) -> list[int]:
+        """Where the last `count` tokens begin in the text: behind all that was complete before."""
+        asked, ids = self.asked, [token.token_id for token in self.told]
+        begin = len(asked.prompt_text) if asked.echo else 0
+        places = range(len(ids) - count, len(ids))
+        return [begin + len(asked.shown_of(ids[:place])) for place in places]
+
+    def _prompt_offsets(self) -> list[int]:
+        """Where the prompt's tokens begin in its text, which may lack special ones."""
+        asked, data, at, offsets = self.asked, b"", 0, []
+        for token in self.prompt:
+            offsets.append(at)
+            name = asked.bytes_of(token.token_id)
+            is_special = token.token_id == len(asked.raw) - 1
+            if not is_special or asked.prompt_text.startswith(name.decode(), at):
+                data += name
+                at = len(codecs.getincrementaldecoder("utf-8")("replace").decode(data))
+        return offsets
+
+    def _logprobs(self, tokens: Sequence[PromptToken], offsets: list[int]) -> Any:
         if self.asked.num_logprobs < 0 or not tokens:
             return None
-        return self._of_chat(tokens) if self.asked.is_chat else self._of_completion(tokens)
+        return self._of_chat(tokens) if self.asked.is_chat else self._of_completion(tokens, offsets)
 
     def _of_chat(self, tokens: Sequence[PromptToken]) -> ChoiceLogprobs:
         def fields(token_id: int, logprob: float | None) -> dict[str, Any]:
@@ -197,12 +216,10 @@ class PlainChoice:
         ]
         return ChoiceLogprobs(content=content, refusal=None)
 
-    def _of_completion(self, tokens: Sequence[PromptToken]) -> Logprobs:
+    def _of_completion(self, tokens: Sequence[PromptToken], offsets: list[int]) -> Logprobs:
         asked = self.asked
-        offsets, tops = [], []
+        tops = []
         for token in tokens:
-            offsets.append(self.offset)
-            self.offset += len(asked.bytes_of(token.token_id).decode("utf-8", "replace"))
             best: dict[str, float] | None = None
             if token.logprob is not None:
                 best = {}

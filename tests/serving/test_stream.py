@@ -16,10 +16,12 @@ from serving.json_bytes import dumps
 from serving.openai_answers import chat_answer, completion_answer
 from serving.prompt import Prompt
 from serving.protocol import Request
+from serving.tokenizer import Tokenizer
 from tests.recording import until
 from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, SECOND_BYTE
 from tests.serving.plain import cleaned
 from tests.serving.streaming import LETTERS, TIMEOUT_S, TOKENIZER, Bench, Streaming, asked
+from tests.serving.test_tokenizer import sentencepiece_like
 from transfer.errors import Code, RequestError
 
 
@@ -344,6 +346,29 @@ async def test_the_prompts_logprobs_come_before_those_of_the_first_piece() -> No
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in run.events]
     lengths = [len(TOKENIZER.token_text(token_id)) for token_id in (1, 2)]
     assert offsets == [[0, lengths[0]], [sum(lengths)]]
+
+
+async def test_offsets_are_places_in_the_text_whatever_its_tokens_are() -> None:
+    prompt = Prompt([EOS, FIRST_BYTE, SECOND_BYTE, LETTER_A], "éa")  # a tokenizer added the first
+    ask = asked(prompt=prompt, echo=True, num_logprobs=0, num_prompt_logprobs=0)
+    run = Streaming([ask], is_chat=False)
+    for token_id in (FIRST_BYTE, SECOND_BYTE, LETTER_A, EOS):
+        run.answer.sinks[0].on_tokens(Tokens([token_id], [-1.0]))
+    shapes = [event["choices"][0]["logprobs"] for event in run.events]
+    assert [shape["text_offset"] for shape in shapes] == [[0, 0, 0, 1], [2], [2], [3], [4]]
+
+
+@pytest.mark.parametrize(("text", "offsets"), [("the b", [0, 3, 4]), (" b", [0, 0, 1])])
+async def test_a_space_that_sentencepiece_adds_is_no_part_of_an_echo(
+    text: str, offsets: list[int]
+) -> None:
+    tokenizer = Tokenizer(sentencepiece_like(), {}, {}, False)
+    prompt = Prompt(tokenizer.encode(text), text)
+    ask = asked(prompt=prompt, echo=True, num_logprobs=0, num_prompt_logprobs=0)
+    run = Streaming([ask], is_chat=False, tokenizer=tokenizer)
+    run.answer.sinks[0].on_tokens(Tokens([prompt.ids[-1]], [-1.0]))
+    shapes = [event["choices"][0]["logprobs"] for event in run.events]
+    assert [shape["text_offset"] for shape in shapes] == [offsets, [len(text)]]
 
 
 async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
