@@ -153,8 +153,8 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
 def functions_of(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]]:
     """The functions that the model is offered, each with its namespace or "".
 
-    Agents list tools that a server may have beside their own functions. This server has none, and
-    ignores them. Raises ApiError for a function that is malformed.
+    Agents list tools that a server may have beside their own functions, and `custom` ones. This
+    server has none of these, and ignores them. Raises ApiError for a function that is malformed.
     """
     allowed = _allowed(fields.tool_choice)
     for function, namespace, _ in _all_functions(fields):
