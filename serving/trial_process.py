@@ -24,7 +24,7 @@ import psutil
 from model.config import ModelConfig
 from model.tokenizer_files import eos_ids, read_tokenizer
 from transfer.errors import Code, RequestError
-from transfer.grammar_limits import LIMITS
+from transfer.grammar_limits import LIMITS, fault_of
 
 MEMORY_BYTES: Final = 128 << 20  # that a grammar may add
 OVER_TIME: Final = int(signal.SIGPROF)
@@ -32,6 +32,7 @@ _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)  # our own limits use ne
 _WAIT_S: Final = 20.0  # for an answer on a busy host, the start of the process included
 _MAX_FAULT: Final = 1000  # characters
 _READY: Final = "ready"
+_NO_TEXT: Final = "no text that this model can write is of this form"
 
 # A child's verdict: why the grammar cannot be followed, "" if it can; or the number of the signal
 # that ended the child, 0 if it was no signal.
@@ -191,7 +192,7 @@ def _fault(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return " ".join(matcher.get_error().split())
+    return fault_of(matcher, _NO_TEXT)
 
 
 def _say(word: Word) -> None:

@@ -1,4 +1,4 @@
-"""The limits on a grammar's cost: the same where it is checked and where it is followed."""
+"""The limits on a grammar's cost, and how its faults are told, where it is checked or followed."""
 
 from typing import Final
 
@@ -13,3 +13,15 @@ LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=250_000,
     verbose_errors=False,
 )
+
+_TERSE: Final = "<non-verbose/>"  # llguidance appends it to errors unless they are to be verbose
+_NOTHING_NEXT: Final = "NoExtensionBias"  # all that it says where no token can come next
+
+
+def fault_of(matcher: llguidance.LLMatcher, nothing_next: str) -> str:
+    """Why a matcher cannot go on, in one line; "" if it has no error.
+
+    nothing_next: what to say where no token of the model can come next.
+    """
+    why = " ".join(matcher.get_error().replace(_TERSE, "").split())
+    return nothing_next if why == _NOTHING_NEXT else why

@@ -22,14 +22,14 @@ from model.config import ModelConfig
 from model.tokenizer_files import eos_ids, read_tokenizer
 from transfer import wire
 from transfer.errors import Code, RequestError
-from transfer.grammar_limits import LIMITS
+from transfer.grammar_limits import LIMITS, fault_of
 from transfer.grammar_threads import grammar_threads
 
 log = logging.getLogger(__name__)
 
 MAX_COMPILED = 32  # compiled grammars kept for later requests
 _THREADS = 2  # that compile
-_TERSE = "<non-verbose/>"  # llguidance appends it to errors unless they are to be verbose
+_NOTHING_NEXT = "no token of this model can come next"
 
 
 class Constraint:
@@ -50,8 +50,7 @@ class Constraint:
     @property
     def failure(self) -> RequestError:
         """Why the grammar cannot go on."""
-        why = " ".join(self.matcher.get_error().replace(_TERSE, "").split())
-        why = why or "no token of this model can come next"
+        why = fault_of(self.matcher, _NOTHING_NEXT) or _NOTHING_NEXT
         return RequestError(Code.BAD_REQUEST, f"the grammar cannot be followed: {why}")
 
 

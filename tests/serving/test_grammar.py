@@ -207,6 +207,8 @@ async def test_options_of_a_schema_are_those_of_its_grammar(texts: Texts) -> Non
         ({"json_schema": {"type": "foo"}}, "json_schema: Invalid type"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema: "),
         ({"json_schema": {"$ref": "http://127.0.0.1/x.json"}}, "json_schema: "),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no text that this model can write"),
+        ({"ebnf": "start: start /a/"}, "ebnf: no text that this model can write"),
         ({"json_schema": {"type": "string", "pattern": "(?=x)"}}, "json_schema: "),
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema: "),
         ({"guided_json": {"not": {"type": "string"}}}, "guided_json: "),
