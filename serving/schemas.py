@@ -67,6 +67,9 @@ _SPEAKS: Final = _IN_PLACE | _OF_OBJECTS | _OF_ARRAYS
 _ONE_SCHEMA: Final = ("items", "additionalItems", "additionalProperties")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _BY_NAME: Final = ("properties", "patternProperties")
+_LOWER: Final = ("minimum", "exclusiveMinimum")
+_UPPER: Final = ("maximum", "exclusiveMaximum")
+_MOST_BOUND: Final = 9.2e18  # llguidance has 64 bits for a bound, and refuses those beyond
 # A part of a pattern: one that llguidance cannot follow (group `beyond`), or else an escape or a
 # character class, which is skipped because it may contain anything.
 _PATTERN_PARTS: Final = re.compile(
@@ -93,6 +96,8 @@ def prepare(root: Schema, lenient: bool) -> None:
                 del node[name]
         if lenient and _is_beyond(node.get("pattern")):
             del node["pattern"]
+        for name in _vast_bounds(node) if lenient else ():
+            del node[name]
 
 
 def _may_close(node: Schema) -> bool:
@@ -246,3 +251,18 @@ def _is_beyond(pattern: Any) -> bool:
     if not isinstance(pattern, str):
         return False
     return any(part["beyond"] for part in _PATTERN_PARTS.finditer(pattern))
+
+
+def _vast_bounds(node: Schema) -> list[str]:
+    """The bounds that llguidance cannot follow, such as the least integer of 64 bits."""
+    kinds = node.get("type", "number")
+    found = [name for name in _LOWER if _number(node, name) < -_MOST_BOUND]
+    if isinstance(kinds, str | list) and "number" in kinds:  # integers may have any upper bound
+        found += [name for name in _UPPER if _number(node, name) > _MOST_BOUND]
+    return found
+
+
+def _number(node: Schema, name: str) -> float:
+    """A keyword's number; 0 if it has none."""
+    value = node.get(name, 0)
+    return value if isinstance(value, int | float) else 0

@@ -233,6 +233,32 @@ def test_patterns_that_look_around_are_left_out_where_nobody_is_strict(
     assert prepared(schema, lenient=True)["properties"] == kept
 
 
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, {"maximum": 2**63 - 1}),
+        ({"type": ["integer", "null"], "exclusiveMaximum": 2**64}, {"exclusiveMaximum": 2**64}),
+        ({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}, {}),
+        ({"exclusiveMinimum": -1e300, "exclusiveMaximum": 1e300}, {}),
+        ({"type": "number", "maximum": 9e18}, {"maximum": 9e18}),
+        ({"type": "integer", "minimum": 0, "exclusiveMinimum": False}, None),
+        ({"minimum": None, "maximum": "9"}, None),
+    ],
+)
+def test_bounds_that_llguidance_has_no_bits_for_are_left_out_where_nobody_is_strict(
+    texts: Texts, bounds: dict[str, Any], kept: dict[str, Any] | None
+) -> None:
+    assert prepared(bounds) == bounds
+    found = prepared(bounds, lenient=True)
+    if kept is None:
+        assert found == bounds
+        return
+    types = {"type": bounds["type"]} if "type" in bounds else {}
+    assert found == types | kept
+    grammar = json.dumps({"grammars": [schema_rules("a", bounds, lenient=True)]})
+    assert texts.takes(grammar, "123456789")
+
+
 def test_a_long_pattern_and_a_deep_or_knotted_schema_take_no_time() -> None:
     assert prepared({"pattern": "[" * 100_000}, lenient=True) == {"pattern": "[" * 100_000}
     deep: dict[str, Any] = {}
