@@ -54,7 +54,7 @@ class Promises:
         """
         if self._folder is None:
             return
-        size = psutil.Process().memory_info().rss + num_bytes
+        size = _own_bytes(os.getpid()) + num_bytes
         try:
             if self._own is None:
                 file = self._folder / str(os.getpid())
@@ -93,9 +93,18 @@ def _outstanding(file: Path) -> int:
                 file.unlink(missing_ok=True)
                 return 0
             size = int(promise.read() or 0)
-        return max(size - psutil.Process(int(file.name)).memory_info().rss, 0)
+        return max(size - _own_bytes(int(file.name)), 0)
     except (OSError, ValueError, psutil.Error):  # it is leaving, or belongs to another container
         return 0
+
+
+def _own_bytes(pid: int) -> int:
+    """A process's memory without mapped files: the kernel reclaims those, so they count as free.
+
+    A worker that is loading has mapped the part of its checkpoint that it has read so far.
+    """
+    memory = psutil.Process(pid).memory_info()
+    return int(memory.rss - memory.shared)
 
 
 PROMISES: Final = Promises()

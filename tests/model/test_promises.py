@@ -35,6 +35,15 @@ with promises.turn():
     promises.make(20 << 20)
 say("promised anew")
 """
+_MAPS = """
+import mmap
+with promises.turn():
+    promises.make(200 << 20)
+with open(sys.argv[2], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+read = sum(mapped[:: mmap.PAGESIZE])
+say("read")
+"""
 _ONE_OF_SEVERAL = """
 from model.host_memory import available_bytes
 from model.programs import memory_budget_bytes
@@ -84,6 +93,14 @@ def test_a_promise_counts_until_it_is_kept_replaced_or_its_process_is_gone(tmp_p
         assert outstanding(folder) == pytest.approx(20, abs=NEAR / MIB)
     assert outstanding(folder) == 0
     assert [file.name for file in folder.iterdir()] == ["turn"]
+
+
+def test_a_checkpoint_that_is_mapped_keeps_no_promise(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_bytes(b"x" * (150 * MIB))
+    with running(_MAPS, tmp_path / "promises", str(checkpoint)) as process:
+        assert said(process) == "read"
+        assert outstanding(tmp_path / "promises") == pytest.approx(200, abs=NEAR / MIB)
 
 
 def test_its_own_promise_does_not_count(tmp_path: Path) -> None:
