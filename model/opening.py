@@ -372,7 +372,7 @@ def _check_memory(
             budget += int((1.0 - share) * weights)
         plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks, kv.groups)
         if on_cpu():
-            PROMISES.make(weights + least * page_bytes)
+            PROMISES.make(weights + wanted * page_bytes)
 
 
 class _Progress:

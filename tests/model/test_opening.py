@@ -11,6 +11,7 @@ from model import opening, processors
 from model.errors import ModelError
 from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
+from model.promises import Promises
 from tests.model.harness import GOLDENS, open_plainly
 
 CONTEXT, PAGE_SIZE = 128, 16
@@ -87,6 +88,18 @@ def test_a_share_that_was_asked_for_is_not_exceeded(
     assert pool_pages(long, 0.0) >= least
     with pytest.raises(ModelError, match=r"100 pages .* do not fit in .* raise --mem-fraction"):
         pool_pages(long, 0.1)
+
+
+@pytest.mark.parametrize(("tokens", "promised_pages"), [(0, 8), (40 * PAGE_SIZE, 40)])
+def test_a_pool_of_a_size_that_was_asked_for_is_promised_before_weights_are_loaded(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, tokens: int, promised_pages: int
+) -> None:
+    promises: list[int] = []
+    monkeypatch.setattr(Promises, "make", lambda _, num_bytes: promises.append(num_bytes))
+    path = GOLDENS / "llama" / "model"
+    open_plainly(path, PAGE_SIZE, CONTEXT, max_total_tokens=tokens)
+    weights = tree_bytes(opened.params)
+    assert promises == [weights + promised_pages * opened.kv.all_layers_bytes]
 
 
 def test_padding_costs_on_a_cpu_unless_the_network_is_small(
