@@ -1,7 +1,7 @@
 """Load a checkpoint onto the devices, each parameter into its sharding; digests of checkpoints."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,8 @@ _WHOLE: Final = 32_768
 _PIECE: Final = 256
 _PIECES: Final = range(3, 33)
 _ALL_PIECES: Final = 40_000
+
+_ALIGNED: Final = 64  # bytes: what XLA wants of a CPU's arrays
 
 
 def load_params(path: str | Path, model: Model, progress: Progress | None = None) -> Params:
@@ -147,14 +149,27 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, model: Model, meter: _
         bounds = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
         homes.setdefault(bounds, []).append(device)
     shards: list[Array] = []
+    # Where experts may move, they are donated, and XLA overwrites only memory of its own.
+    zeros = _zeros if model.dims.ep == 1 else np.zeros
     for bounds, devices in homes.items():
-        out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+        out = zeros([stop - start for start, stop in bounds], leaf.dtype)
         _fill(shown(files, leaf, codes), source, leaf, tuple(slice(*b) for b in bounds), out)
         for device in devices:
             shards.append(jax.device_put(out, device))
             meter.add(out.nbytes)
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def _zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """As numpy.zeros, but at an address that lets JAX on CPU take the array as it is.
+
+    It copies any other, and then has a stack of all layers in memory twice for a while.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNED, np.uint8)
+    first = -memory.ctypes.data % _ALIGNED
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
 def _fill(

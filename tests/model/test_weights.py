@@ -225,6 +225,20 @@ def test_a_shard_of_the_vocabulary_may_be_all_padding(tied: bool, tmp_path: Path
         assert (np.asarray(params["embed"]) == np.pad(whole, [(0, 3), (0, 0)])).all()
 
 
+def test_nothing_is_in_memory_twice_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, put, copied = GOLDENS / "mixtral" / "model", jax.device_put, []
+
+    def watched(values: np.ndarray, device: jax.Device) -> jax.Array:
+        placed = put(values, device)
+        if not np.shares_memory(np.asarray(placed), values):
+            copied.append(values.shape)
+        return placed
+
+    monkeypatch.setattr(jax, "device_put", watched)
+    load_params(folder, _model(folder))
+    assert not copied
+
+
 def test_progress_counts_up_to_the_bytes_on_all_devices() -> None:
     folder = GOLDENS / "llama" / "model"
     seen: list[tuple[int, int]] = []
