@@ -13,14 +13,17 @@ class _Files(NamedTuple):
 
     limits: tuple[str, ...]
     used: str
-    idle: str  # in memory.stat: cached files not read lately, whose memory the kernel reclaims
+    prefix: str  # of the fields of memory.stat that count the groups within, too
 
 
 # By the type of file system. Source: docs.kernel.org: admin-guide/cgroup-v2, cgroup-v1/memory.
 _FILES: Final = {
-    "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", ""),
+    "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
 }
+# Cached files, whose memory the kernel reclaims. Active ones were read twice, no more: a checkpoint
+# is active as soon as two workers have read it. The host's figure has both kinds as free, too.
+_CACHED: Final = ("inactive_file", "active_file")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -41,7 +44,7 @@ def _left(folder: Path, files: _Files) -> int | None:
         return None
     try:
         told = dict(line.split(" ") for line in (folder / "memory.stat").read_text().splitlines())
-        idle = int(told.get(files.idle, "0"))
+        cached = sum(int(told.get(files.prefix + name, "0")) for name in _CACHED)
     except (OSError, ValueError):
-        idle = 0
-    return max(min(found) - used + idle, 0)
+        cached = 0
+    return max(min(found) - used + cached, 0)

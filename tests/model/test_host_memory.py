@@ -18,20 +18,24 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: free)
 
 
-def _group(folder: Path, limit: str, used: int, idle: int = 0, high: str = "max") -> None:
+def _group(
+    folder: Path, limit: str, used: int, idle: int = 0, high: str = "max", active: int = 0
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.high").write_text(f"{high}\n")
     (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {idle}\nactive_file 5\n")
+    stat = f"anon 1\ninactive_file {idle}\nactive_file {active}\nunevictable 5\n"
+    (folder / "memory.stat").write_text(stat)
 
 
-def _group_v1(folder: Path, limit: int, used: int, idle: int = 0) -> None:
+def _group_v1(folder: Path, limit: int, used: int, idle: int = 0, active: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    stat = f"inactive_file 3\nhierarchical_memory_limit {limit}\ntotal_inactive_file {idle}\n"
-    (folder / "memory.stat").write_text(stat)
+    own = f"inactive_file 3\nactive_file 3\nhierarchical_memory_limit {limit}\n"
+    whole = f"total_inactive_file {idle}\ntotal_active_file {active}\n"
+    (folder / "memory.stat").write_text(own + whole)
 
 
 def _proc(root: Path, cgroup: str, mountinfo: str) -> None:
@@ -85,3 +89,17 @@ def test_the_first_version_is_read_where_it_is_mounted(
     _group_v1(top, (1 << 63) - 4096, 1 << 33)
     _group_v1(top / folder, 64 * MIB, 30 * MIB, idle=8 * MIB)
     assert available_bytes(tmp_path) == 42 * MIB
+
+
+def test_a_checkpoint_that_was_read_twice_leaves_as_much_as_one_that_was_not(
+    tmp_path: Path,
+) -> None:
+    _proc(tmp_path, "4:memory:/docker/x\n0::/a\n", V2 + V1.format(of="/"))
+    first, second = tmp_path / "sys/fs/cgroup/memory/docker/x", tmp_path / "sys/fs/cgroup/a"
+    for idle, active in ((40 * MIB, 0), (0, 40 * MIB), (10 * MIB, 30 * MIB)):
+        _group_v1(first, 100 * MIB, 90 * MIB, idle, active)
+        assert available_bytes(tmp_path) == 50 * MIB
+    (first / "memory.limit_in_bytes").write_text(f"{HOST}\n")
+    for idle, active in ((40 * MIB, 0), (0, 40 * MIB), (10 * MIB, 30 * MIB)):
+        _group(second, str(100 * MIB), 80 * MIB, idle, active=active)
+        assert available_bytes(tmp_path) == 60 * MIB
