@@ -53,7 +53,8 @@ class Checkpoint:
             files = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index}: not an index with a weight_map: {error!r}") from error
-        if not files or not all(isinstance(f, str) and Path(f).name == f for f in files):
+        names = [f for f in files if isinstance(f, str) and Path(f).name == f and f.isprintable()]
+        if not names or names != files:
             raise ModelError(f"{index}: weight_map must name files of its own folder, got {files}")
         return files
 

@@ -100,8 +100,10 @@ class Fields:
     def ids(self, name: str) -> tuple[int, ...]:
         value = self.raw(name, [])
         listed = value if isinstance(value, list) else [value]
-        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in listed):
-            raise self.fail(name, value, "a token id, or a list of them")
+        for x in listed:
+            if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= _MOST:
+                accepted = f"a token id, or a list of them; ids are from 0 to {_MOST}"
+                raise self.fail(name, value, accepted)
         return tuple(listed)
 
     def one_of(self, name: str, value: object, accepted: tuple[str, ...]) -> str:

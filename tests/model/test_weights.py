@@ -75,6 +75,11 @@ def _nest_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[" * 100_000)
 
 
+def _name_unprintably(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {NORM: "a\0b", "model.norm.weight": "a\nb"}}))
+
+
 def _name_at_length(folder: Path) -> None:
     weight_map = {NORM: "x" * 5_000}
     index = folder / "model.safetensors.index.json"
@@ -108,6 +113,7 @@ def _point_outside(folder: Path) -> None:
         (_break_index, "index.json: not an index with a weight_map"),
         (_point_outside, "weight_map must name files of its own folder"),
         (_nest_index, "index.json: not an index with a weight_map"),
+        (_name_unprintably, r"files of its own folder, got ['a\x00b', 'a\nb']"),
         (_name_at_length, "x: not a whole safetensors file: [Errno 36] File name too long"),
         *(
             (_spoil(dtype, value), f"tensor {NORM}: has a number that is not finite")
