@@ -11,6 +11,10 @@ class ModelError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
+class MemoryShortage(ModelError):
+    """Something else has the memory that is needed, and may give it back: a later start may do."""
+
+
 class NodeLost(RuntimeError):
     """Another process of the mesh is gone, or never came: this process cannot mend that.
 

@@ -36,15 +36,26 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
 
 
-def _left(folder: Path, files: _Files) -> int | None:
-    """Free memory of a group; None where it has no limit, as the root of all groups."""
+def total_bytes(root: Path = Path("/")) -> int:
+    """What would be free at most, with nothing else running."""
+    limits = [_limit(folder, _FILES[kind]) for kind, folder in groups("memory", root)]
+    return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
+
+
+def _limit(folder: Path, files: _Files) -> int | None:
+    """What a group may use; None where it has no limit, as the root of all groups."""
     limits = [number(folder / name) for name in files.limits]
-    found, used = [limit for limit in limits if limit is not None], number(folder / files.used)
-    if not found or used is None:
+    return min([limit for limit in limits if limit is not None], default=None)
+
+
+def _left(folder: Path, files: _Files) -> int | None:
+    """Free memory of a group; None where it has no limit."""
+    limit, used = _limit(folder, files), number(folder / files.used)
+    if limit is None or used is None:
         return None
     try:
         told = dict(line.split(" ") for line in (folder / "memory.stat").read_text().splitlines())
         cached = sum(int(told.get(files.prefix + name, "0")) for name in _CACHED)
     except (OSError, ValueError):
         cached = 0
-    return max(min(found) - used + cached, 0)
+    return max(limit - used + cached, 0)

@@ -18,6 +18,7 @@ from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.executables import ExecutableCache
+from model.host_memory import total_bytes
 from model.kv import init_pool
 from model.members import any_of_all, least_of_all
 from model.params import Params
@@ -282,7 +283,7 @@ def make_pool(
     rank, and bytes over all devices.
     Each member of a mesh over several processes plans for its own devices; the pool has as many
     pages as the member with the least memory can hold.
-    Returns (pool, plan, programs). Raises ModelError when it does not fit.
+    Returns (pool, plan, programs). Raises ModelError when it does not fit, see plan_memory.
     """
     page_size = opened.kv.page_size
     least = pages_for(opened.context_length, page_size)
@@ -299,7 +300,8 @@ def make_pool(
         with PROMISES.turn():
             budget = beside + _budget(fraction, own, scratch + few * page_bytes)
             sizes = budget, weights, scratch, page_bytes
-            mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
+            wants, counts = (wanted, exact, least), (opened.dp_size, opened.kv.groups)
+            mine = plan_memory(*sizes, *wants, *counts, _most_budget(fraction, weights))
             pages = mine.num_pages
             if on_cpu():
                 PROMISES.make(scratch + pages * page_bytes)
@@ -351,6 +353,15 @@ def _budget(fraction: float, own: Sequence[jax.Device], needed_bytes: int) -> in
     return max(least, min(most, needed_bytes))
 
 
+def _most_budget(fraction: float, weights: int) -> int:
+    """On CPU, the budget if nothing else took memory; elsewhere 0: a worker has its devices alone.
+
+    fraction: see make_pool.
+    """
+    share = fraction or _MOST_ON_CPU
+    return int(share * total_bytes() + (1.0 - share) * weights) if on_cpu() else 0
+
+
 def _check_memory(
     model: Model, kv: KVSpec, context_length: int, fraction: float, max_total_tokens: int
 ) -> None:
@@ -370,7 +381,8 @@ def _check_memory(
         budget = memory_budget_bytes(share, own)
         if on_cpu():
             budget += int((1.0 - share) * weights)
-        plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks, kv.groups)
+        sizes, wants = (budget, weights, 0, page_bytes), (wanted, exact, least)
+        plan_memory(*sizes, *wants, ranks, kv.groups, _most_budget(fraction, weights))
         if on_cpu():
             PROMISES.make(weights + wanted * page_bytes)
 

@@ -13,7 +13,7 @@ import jax.monitoring
 import jax.stages
 
 from model import processors
-from model.errors import ModelError
+from model.errors import MemoryShortage, ModelError
 from model.executables import Busy, ExecutableCache, Recipe
 from model.host_memory import available_bytes
 from model.promises import PROMISES
@@ -229,18 +229,22 @@ def plan_memory(
     least_pages: int,
     num_ranks: int = 1,
     num_groups: int = 1,
+    most_bytes: int = 0,
 ) -> MemoryPlan:
     """Give the pool what is left, up to wanted_pages.
 
     Pages are those of each rank and group; page_bytes has one of every rank and group.
-    exact: the operator named the number, so less is an error. Raises ModelError when fewer
-    than least_pages fit: the message has the figures and what would help.
+    exact: the operator named the number, so less is an error. most_bytes: the budget if nothing
+    else took memory. Raises ModelError when fewer than least_pages fit, and MemoryShortage where
+    they would fit in most_bytes: the message has the figures and what would help.
     """
     left = budget_bytes - weights_bytes - scratch_bytes
     fit = max(left // page_bytes, 0)
     if fit < least_pages or (exact and fit < wanted_pages):
         need = wanted_pages if exact else least_pages
-        raise ModelError(
+        whole = weights_bytes + scratch_bytes + need * page_bytes
+        kind = MemoryShortage if whole <= most_bytes else ModelError
+        raise kind(
             f"too little memory: weights {mib(weights_bytes)} + scratch {mib(scratch_bytes)} + "
             f"{_pages(need, page_bytes, num_ranks, num_groups)} do not fit in "
             f"{mib(budget_bytes)}; {_SMALLER if weights_bytes < budget_bytes else _LIGHTER}, or "

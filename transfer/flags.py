@@ -20,7 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
-from model.errors import ModelError, NodeLost
+from model.errors import MemoryShortage, ModelError, NodeLost
 from transfer import logs, open_files, terminal
 from transfer.checks import is_there
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
@@ -304,7 +304,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
         main()
     except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:
         terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
-        code = EXIT_CONFIG
+        code = 1 if isinstance(error, MemoryShortage) else EXIT_CONFIG
     except (KvferryError, NodeLost) as error:
         terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
         code = 1

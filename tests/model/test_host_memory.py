@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from model import host_memory
-from model.host_memory import available_bytes
+from model.host_memory import available_bytes, total_bytes
 
 HOST = 1 << 34
 MIB = 1 << 20
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = psutil.virtual_memory()._replace(available=HOST)
+    free = psutil.virtual_memory()._replace(available=HOST, total=HOST)
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: free)
 
 
@@ -89,6 +89,15 @@ def test_the_first_version_is_read_where_it_is_mounted(
     _group_v1(top, (1 << 63) - 4096, 1 << 33)
     _group_v1(top / folder, 64 * MIB, 30 * MIB, idle=8 * MIB)
     assert available_bytes(tmp_path) == 42 * MIB
+
+
+def test_the_whole_is_the_least_limit_whatever_is_in_use(tmp_path: Path) -> None:
+    assert total_bytes(tmp_path) == HOST
+    _proc(tmp_path, "0::/a/b\n", V2)
+    _group(tmp_path / "sys/fs/cgroup/a", str(100 * MIB), 90 * MIB)
+    assert total_bytes(tmp_path) == 100 * MIB
+    _group(tmp_path / "sys/fs/cgroup/a/b", str(80 * MIB), 5 * MIB, high=str(60 * MIB))
+    assert total_bytes(tmp_path) == 60 * MIB
 
 
 def test_a_checkpoint_that_was_read_twice_leaves_as_much_as_one_that_was_not(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import opening, processors
-from model.errors import ModelError
+from model.errors import MemoryShortage, ModelError
 from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
 from model.promises import Promises
@@ -100,6 +100,33 @@ def test_a_pool_of_a_size_that_was_asked_for_is_promised_before_weights_are_load
     open_plainly(path, PAGE_SIZE, CONTEXT, max_total_tokens=tokens)
     weights = tree_bytes(opened.params)
     assert promises == [weights + promised_pages * opened.kv.all_layers_bytes]
+
+
+@pytest.mark.parametrize(("total", "error"), [(60, MemoryShortage), (30, ModelError)])
+def test_memory_that_others_have_now_may_be_free_at_a_later_start(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, total: int, error: type[ModelError]
+) -> None:
+    weights, least = tree_bytes(opened.params), 100
+    long = replace(opened, context_length=least * PAGE_SIZE)
+    context = least * opened.kv.all_layers_bytes
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, _: int(fraction * context))
+    # A tenth, beside the weights, of the total.
+    monkeypatch.setattr(opening, "total_bytes", lambda: weights + total * context // 4)
+    with pytest.raises(ModelError, match="too little memory") as caught:
+        pool_pages(long, 0.1)
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(("total", "error"), [(1 << 40, MemoryShortage), (0, ModelError)])
+def test_that_is_told_apart_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, total: int, error: type[ModelError]
+) -> None:
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda *_: 0)
+    monkeypatch.setattr(opening, "total_bytes", lambda: total)
+    monkeypatch.setattr(opening, "load_params", lambda *_, **__: pytest.fail("weights are loaded"))
+    with pytest.raises(ModelError, match="too little memory") as caught:
+        open_plainly(GOLDENS / "llama" / "model", PAGE_SIZE, CONTEXT)
+    assert type(caught.value) is error
 
 
 def test_padding_costs_on_a_cpu_unless_the_network_is_small(

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from decode.config import DecodeConfig
-from model.errors import ModelError, NodeLost
+from model.errors import MemoryShortage, ModelError, NodeLost
 from prefill.config import PrefillConfig
 from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
@@ -450,6 +450,7 @@ def _make_certificate(folder: Path) -> None:
         (ModelError("a/config.json: no"), 2, "kvferry x: a/config.json: no\n"),
         (Incompatible("page size differs: 8 and 16"), 2, "kvferry x: page size differs: 8 and 16"),
         (Unauthenticated("wrong token"), 2, "kvferry x: wrong token\n"),
+        (MemoryShortage("too little"), 1, "kvferry x: too little\n"),
         (NodeLost("another node\nis gone"), 1, "kvferry x: another node is gone\n"),
         (Unavailable("nobody there"), 1, "kvferry x: nobody there\n"),
         (KeyboardInterrupt(), 130, ""),
@@ -464,8 +465,7 @@ def test_the_exit_code_tells_what_the_operator_can_mend(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Ended(Exception):
-        pass
+    class Ended(Exception): ...
 
     def end(code: int) -> None:
         raise Ended(code)
