@@ -18,7 +18,7 @@ from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.executables import ExecutableCache
-from model.host_memory import total_bytes
+from model.host_memory import give_back_freed, total_bytes
 from model.kv import init_pool
 from model.members import any_of_all, least_of_all
 from model.params import Params
@@ -323,6 +323,7 @@ def make_pool(
         final = plan(scratch)
         programs = programs_of(final.num_pages)
         compile_all(programs, kept=opened.kept)
+    give_back_freed()  # the plan has given the pool what compiling took
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
 

@@ -1,12 +1,13 @@
 """How much host memory a container leaves, by files as the kernel writes them."""
 
+import ctypes
 from pathlib import Path
 
 import psutil
 import pytest
 
 from model import host_memory
-from model.host_memory import available_bytes, total_bytes
+from model.host_memory import available_bytes, give_back_freed, total_bytes
 
 HOST = 1 << 34
 MIB = 1 << 20
@@ -89,6 +90,21 @@ def test_the_first_version_is_read_where_it_is_mounted(
     _group_v1(top, (1 << 63) - 4096, 1 << 33)
     _group_v1(top / folder, 64 * MIB, 30 * MIB, idle=8 * MIB)
     assert available_bytes(tmp_path) == 42 * MIB
+
+
+def test_what_was_freed_goes_back_to_the_host() -> None:
+    process, size = psutil.Process(), 64 << 10
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    taken = [libc.malloc(size) for _ in range(3_000)]
+    for memory in taken:
+        ctypes.memset(memory, 1, size)
+    for memory in taken[:-1]:  # the last one keeps the others from being the end of the heap
+        libc.free(memory)
+    kept = process.memory_info().rss
+    give_back_freed()
+    assert kept - process.memory_info().rss > 150 * MIB
+    libc.free(taken[-1])
 
 
 def test_the_whole_is_the_least_limit_whatever_is_in_use(tmp_path: Path) -> None:

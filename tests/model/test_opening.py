@@ -1,6 +1,7 @@
 """A CPU pool's size is the same at the next start, and a size that was asked for is exact."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -100,6 +101,26 @@ def test_a_pool_of_a_size_that_was_asked_for_is_promised_before_weights_are_load
     open_plainly(path, PAGE_SIZE, CONTEXT, max_total_tokens=tokens)
     weights = tree_bytes(opened.params)
     assert promises == [weights + promised_pages * opened.kv.all_layers_bytes]
+
+
+def test_what_compiling_took_is_given_back_before_the_pool_takes_it(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def noted(name: str) -> None:
+        function = getattr(opening, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(opening, name, called)
+
+    for name in ("compile_all", "give_back_freed", "init_pool"):
+        noted(name)
+    pool_pages(opened, 0.0)
+    assert order == ["compile_all", "give_back_freed", "init_pool"]
 
 
 @pytest.mark.parametrize(("total", "error"), [(60, MemoryShortage), (30, ModelError)])
