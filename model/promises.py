@@ -26,7 +26,7 @@ _LONGEST_WAIT_S: Final = 10.0
 
 
 class Promises:
-    """The promises of all processes of one user."""
+    """The promises of all processes of one user that know each other by number."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: where they are; default: among the host's temporary files. Made if need be."""
@@ -76,7 +76,7 @@ class Promises:
 
     def _made_folder(self) -> Path:
         """Raises OSError if it cannot be made, or belongs to somebody else."""
-        name = f"kvferry-memory-{os.geteuid()}"
+        name = f"kvferry-memory-{os.geteuid()}-{_numbering()}"
         folder = self._asked or Path(tempfile.gettempdir()) / name
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -94,7 +94,19 @@ def _outstanding(file: Path) -> int:
                 return 0
             size = int(promise.read() or 0)
         return max(size - _own_bytes(int(file.name)), 0)
-    except (OSError, ValueError, psutil.Error):  # it is leaving, or belongs to another container
+    except (OSError, ValueError, psutil.Error):  # it is leaving
+        return 0
+
+
+def _numbering() -> int:
+    """Which namespace has the numbers of processes.
+
+    Containers that share a folder for temporary files number theirs apart: in one of them another's
+    promise would seem to be that of some small process, and never kept.
+    """
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # no /proc
         return 0
 
 

@@ -1,14 +1,17 @@
 """Processes that start together do not count on the same memory."""
 
 import contextlib
+import os
 import select
 import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from model import promises
 from model.host_memory import available_bytes
 from model.promises import Promises
 from tests.transfer.children import child, said, tell
@@ -101,6 +104,19 @@ def test_a_checkpoint_that_is_mapped_keeps_no_promise(tmp_path: Path) -> None:
     with running(_MAPS, tmp_path / "promises", str(checkpoint)) as process:
         assert said(process) == "read"
         assert outstanding(tmp_path / "promises") == pytest.approx(200, abs=NEAR / MIB)
+
+
+def test_containers_that_share_temporary_files_have_promises_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for number in (promises._numbering(), 7):
+        monkeypatch.setattr(promises, "_numbering", lambda number=number: number)
+        own = Promises()
+        with own.turn():
+            own.make(MIB)
+    (first, *_), (second, *_) = (list(folder.glob("[0-9]*")) for folder in tmp_path.iterdir())
+    assert first.name == second.name == str(os.getpid())
 
 
 def test_its_own_promise_does_not_count(tmp_path: Path) -> None:
