@@ -72,6 +72,10 @@ class Admission:
             for rank in range(len(pools))
         ]
         self._waiting: list[Seat] = []  # oldest first
+        # Of those that wait: rooms and tokens by the rank that they want, and last, as rank -1,
+        # of those that take any. Kept up to date, since loads are told in every turn.
+        self._rooms_waiting = [0] * (len(pools) + 1)
+        self._tokens_waiting = [0] * (len(pools) + 1)
         self._may_fit = False  # something changed for waiting rooms; looking walks the cache
         self._seats: dict[int, Seat] = {}
         self._num_seated = [0] * len(pools)
@@ -92,7 +96,11 @@ class Admission:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(seat.num_tokens for seat in self._waiting)
+        return sum(self._tokens_waiting)
+
+    def waiting_for(self, rank: int) -> tuple[int, int]:
+        """Rooms that wait for a seat on this very rank, and their tokens."""
+        return self._rooms_waiting[rank], self._tokens_waiting[rank]
 
     def rank_free_slots(self, rank: int) -> int:
         """Free slots of one rank."""
@@ -111,7 +119,9 @@ class Admission:
         assert all(seat.room != room for seat in self._waiting), f"room {room} twice"
         assert room not in self._seats, f"room {room} twice"
         self._may_fit = True
-        insort(self._waiting, Seat(room, num_tokens, arrival_s, rank, sharing), key=_age)
+        seat = Seat(room, num_tokens, arrival_s, rank, sharing)
+        insort(self._waiting, seat, key=_age)
+        self._count_waiting(seat, 1)
 
     def admit(self) -> tuple[Seat, ...]:
         """Seat as many waiting rooms as fit, oldest first; none is overtaken on a rank it wants."""
@@ -130,6 +140,7 @@ class Admission:
                 at += 1
                 continue
             del self._waiting[at]
+            self._count_waiting(seat, -1)
             self._sit(seat, rank)
             seated.append(seat)
             if not self._free_slots[rank]:
@@ -192,7 +203,7 @@ class Admission:
         self._may_fit = True
         seat = self._seats.pop(room, None)
         if seat is None:
-            self._waiting = [s for s in self._waiting if s.room != room]
+            self._leave_queue(room)
             return None
         self._pools[seat.rank].release((*seat.pages, *seat.ring))
         self._free_slots[seat.rank].append(seat.slot)
@@ -213,8 +224,23 @@ class Admission:
             slots = sorted([*self._free_slots[rank], *(seat.slot for seat in seats)])
             first = rank * self.num_slots // len(self._pools)
             assert slots == list(range(first, first + len(slots))), slots
+            waiting = [seat.num_tokens for seat in self._waiting if seat.rank == rank]
+            assert self.waiting_for(rank) == (len(waiting), sum(waiting)), (rank, waiting)
         free = self.num_free_slots
         assert free + len(self._seats) == self.num_slots, (free, len(self._seats))
+
+    def _leave_queue(self, room: int) -> None:
+        """Take a room that has no seat out of those that wait. Unknown rooms are ignored."""
+        for at, seat in enumerate(self._waiting):
+            if seat.room == room:
+                del self._waiting[at]
+                self._count_waiting(seat, -1)
+                return
+
+    def _count_waiting(self, seat: Seat, more: int) -> None:
+        """Count a seat that begins (1) or ends (-1) to wait, under the rank that it wants."""
+        self._rooms_waiting[seat.rank] += more
+        self._tokens_waiting[seat.rank] += more * seat.num_tokens
 
     def _roomiest(self, ranks: set[int], seat: Seat) -> int | None:
         """Of these ranks, all with a free slot, one that fits: with most pages, then most slots."""

@@ -15,7 +15,8 @@ class Loads:
     """Counts for `wire.Load`.
 
     Cached pages that no room holds count as free. Queued requests are those without a seat, and
-    those whose prompts are still to be computed here.
+    those whose prompts are still to be computed here. All others run, even if their pages are still
+    on their way: they have slots, which nobody else can have.
     """
 
     def __init__(
@@ -38,36 +39,39 @@ class Loads:
     def num_cached(self) -> int:
         return sum(map(len, self._admission.caches))
 
-    def total(self, num_running: int, steps: int) -> wire.Load:
+    def total(self, steps: int) -> wire.Load:
         """Over all ranks."""
         if self._clock.monotonic_s() >= self._due_s:
             self._count()
         left = [self._local.left(rank) for rank in range(len(self._pools))]
+        slots, free = self._admission.num_slots, self._admission.num_free_slots
+        seated = sum(requests for requests, _ in left)
         return wire.Load(
-            queued_requests=self._admission.num_waiting + sum(requests for requests, _ in left),
+            queued_requests=self._admission.num_waiting + seated,
             queued_tokens=self._admission.waiting_tokens + sum(tokens for _, tokens in left),
-            running_requests=num_running,
+            running_requests=slots - free - seated,
             pages_total=sum(pool.num_pages for pool in self._pools),
             pages_free=sum(map(self._free, range(len(self._pools)))),
-            slots_total=self._admission.num_slots,
-            slots_free=self._admission.num_free_slots,
+            slots_total=slots,
+            slots_free=free,
             steps=steps,
         )
 
     def by_rank(self, steps: int) -> tuple[wire.Load, ...]:
-        """See wire.Heartbeat; () with one rank."""
+        """See wire.Heartbeat; () with one rank. Rooms that wait for any rank are in no load."""
         if len(self._pools) == 1:
             return ()
         slots = self._admission.num_slots // len(self._pools)
         loads = []
         for rank, pool in enumerate(self._pools):
             free = self._admission.rank_free_slots(rank)
-            queued_requests, queued_tokens = self._local.left(rank)
+            seated, tokens_left = self._local.left(rank)
+            waiting, tokens_waiting = self._admission.waiting_for(rank)
             loads.append(
                 wire.Load(
-                    queued_requests=queued_requests,
-                    queued_tokens=queued_tokens,
-                    running_requests=slots - free - queued_requests,
+                    queued_requests=waiting + seated,
+                    queued_tokens=tokens_waiting + tokens_left,
+                    running_requests=slots - free - seated,
                     pages_total=pool.num_pages,
                     pages_free=self._free(rank),
                     slots_total=slots,

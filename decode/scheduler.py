@@ -100,10 +100,6 @@ class DecodeScheduler:
         self._stop_ids = np.full((slots, MAX_STOP_IDS), -1, np.int32)
         self._top = np.full(slots, -1, np.int32)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def start(
         self, seat: Seat, api_id: str, params: SamplingParams, num_prompt_tokens: int
     ) -> None:

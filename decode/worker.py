@@ -443,7 +443,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     # --- what others may know --------------------------------------------------------------------
 
     def _refresh_load(self) -> None:
-        self._load = self._loads.total(self._scheduler.num_running, self.progress)
+        self._load = self._loads.total(self.progress)
         self._rank_loads = self._loads.by_rank(self.progress)
 
     def state(self) -> wire.WorkerState:

@@ -98,6 +98,12 @@ class Ranks:
             requests, tokens = requests + more[0], tokens + more[1]
         return requests, tokens
 
+    def queued_at(self, rank: int) -> tuple[int, int]:
+        """As `queued`, of those bound to a rank and those that wait for this very one."""
+        requests, tokens = self.ranks[rank].scheduler.queued()
+        waiting = [p.num_tokens for p in self._unbound.values() if p.rank == rank]
+        return requests + len(waiting), tokens + sum(waiting)
+
     def __len__(self) -> int:
         return len(self._unbound) + sum(len(rank.scheduler) for rank in self.ranks)
 

@@ -438,15 +438,16 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             steps=self.progress,
         )
         if len(ranks) > 1:
-            self._rank_loads = tuple(map(self._load_of, ranks))
+            self._rank_loads = tuple(map(self._load_of, range(len(ranks))))
 
-    def _load_of(self, rank: Rank) -> wire.Load:
-        """The load of one rank, from what is bound to it."""
-        requests, tokens = rank.scheduler.queued()
+    def _load_of(self, at: int) -> wire.Load:
+        """The load of one rank. Prompts that wait for any rank are in no rank's load."""
+        rank = self._ranks.ranks[at]
+        requests, tokens = self._ranks.queued_at(at)
         return wire.Load(
             queued_requests=requests,
             queued_tokens=tokens,
-            running_requests=len(rank.scheduler) - requests,
+            running_requests=len(rank.scheduler) - rank.scheduler.queued()[0],
             pages_total=rank.pool.num_pages,
             pages_free=rank.pool.num_free + rank.num_evictable,
             steps=self.progress,

@@ -183,6 +183,20 @@ def test_who_waits_for_a_grant_is_counted_and_who_has_one_is_running() -> None:
     assert (state.load.queued_requests, state.load.running_requests) == (2, 1)
 
 
+def test_prompts_that_wait_for_a_rank_are_in_its_load_before_they_are_bound_to_it() -> None:
+    alone, worker = prefill(dp_size=2)
+    for room, rank in ((1, 1), (2, 1), (3, -1)):
+        alone.submit(room, num_tokens=8, disagg_prefill_dp_rank=rank)
+    worker.state()
+    loads = worker.rank_loads()
+    assert [(load.queued_requests, load.queued_tokens) for load in loads] == [(0, 0), (2, 16)]
+    worker.handle(Granted((alone.grant(1),)))
+    alone.turn()
+    worker.state()
+    loads = worker.rank_loads()
+    assert [(load.queued_requests, load.running_requests) for load in loads] == [(0, 0), (1, 1)]
+
+
 def test_the_load_of_a_busy_loop_is_counted_anew_now_and_then() -> None:
     alone, worker = prefill()
     alone.turn()
