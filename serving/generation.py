@@ -101,6 +101,7 @@ class Generation:
         "finish",
         "last_token_s",
         "lent_to",
+        "model_digest",
         "pair",
         "prefilled",
         "refusals",
@@ -128,6 +129,7 @@ class Generation:
         self._prefill_key: Key | None = None
         self.token_ids = array("i")  # a quarter of a list's memory, and nothing to collect
         self.attempt_start = 0  # tokens there were when the current attempt began
+        self.model_digest = ""  # of the workers of the latest attempt; set as it is placed
         self.prefilled = False  # whether the sink was told
         self.finish = wire.RUNNING
         self.ended = False

@@ -13,6 +13,7 @@ from serving.router import Key, Pair, Router
 from serving.timeline import Timelines
 from serving.timers import Timers
 from serving.worker_link import WorkerLink
+from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
 
@@ -96,8 +97,8 @@ class Placement:
         self._live[generation] = None
         generation.retry_timer = None
         pair = self._router.pick(
-            self._membership.takers("prefill"),
-            self._membership.takers("decode"),
+            self._takers("prefill", generation),
+            self._takers("decode", generation),
             len(generation.spec.prompt.ids) + len(generation.token_ids),
             self._clock.monotonic_s(),
             generation.avoid,
@@ -108,7 +109,11 @@ class Placement:
             may_be_local=generation.may_be_local,
         )
         if pair is None:
-            self._wait_for_pair(generation)
+            if self._is_of_another_model(generation):
+                why = "its first tokens are of another model than the workers now serve"
+                self._owner.fail(generation, RequestError(Code.PEER_LOST, why))
+            else:
+                self._wait_for_pair(generation)
             return
         links = []
         for key in pair.keys:
@@ -119,12 +124,27 @@ class Placement:
         # comparing equal objects.
         pair.decode_key, pair.prefill_key = links[0].key, links[-1].key
         generation.begin_attempt(next(self._next_room), pair)
+        generation.model_digest = pair.decode.info.model_digest
         self._rooms[generation.room] = generation
         self._timelines.began(generation.timeline, generation.room, pair)
         spec = generation.spec
         for link in links:
             message = generation.submit_message(link.api_id)
             link.submit(message, spec.arrival_s, spec.deadline_s)
+
+    def _takers(self, role: wire.Role, generation: Generation) -> list[wire.Member]:
+        """Workers that take new work; once it has tokens, those whose model drew them."""
+        takers = self._membership.takers(role)
+        if not generation.started:
+            return takers
+        return [m for m in takers if m.info.model_digest == generation.model_digest]
+
+    def _is_of_another_model(self, generation: Generation) -> bool:
+        """Whether all workers have another model by now than drew its tokens.
+
+        The registry admits one model at a time, so those that had its own do not come back.
+        """
+        return generation.started and generation.model_digest != self._membership.model_digest
 
     def place_waiting(self) -> None:
         """Place the waiting generations: a worker may take work now."""

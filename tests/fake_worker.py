@@ -118,6 +118,7 @@ class FakeWorker:
         self.worker_id = worker_id
         self.epoch = 0
         self.address = ""
+        self.model_digest = "fake-digest"
         self.rooms: dict[int, FakeRoom] = {}
         self.aborted: list[int] = []  # rooms of Abort calls, in order
         self.submit_calls: list[int] = []  # how many legs each Submit carried
@@ -195,7 +196,7 @@ class FakeWorker:
             address=self.address,
             data_address="" if self.role == "prefill" else "tcp://127.0.0.1:1",
             model_name="fake",
-            model_digest="fake-digest",
+            model_digest=self.model_digest,
             kv_spec=wire.KVSpecMessage(2, 2, 8, PAGE_SIZE, "float32"),
             tp_size=1,
             dp_size=self.dp_size,

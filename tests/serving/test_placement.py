@@ -129,6 +129,28 @@ async def test_the_only_decode_worker_is_waited_for_until_it_is_back():
         assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
 
 
+async def test_tokens_of_one_model_are_not_followed_by_those_of_another():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        begun, sink = cluster.spec(max_new_tokens=10), RecordingSink()
+        dispatcher.submit(begun, sink)
+        await running(cluster, sink, 4)
+        for worker in cluster.workers:
+            await worker.kill(unlist=True)
+        await until(lambda: not dispatcher.cluster_ready())
+        fresh, other = cluster.spec([8, 9]), RecordingSink()
+        dispatcher.submit(fresh, other)
+        for worker in cluster.workers:
+            worker.model_digest = "another"
+            await worker.start()
+        await played(cluster, sink, other)
+        assert sink.token_ids == cluster.expected(begun)[:4]
+        assert sink.error is not None
+        assert sink.error.code is Code.PEER_LOST
+        assert "another model" in sink.error.message
+        assert other.token_ids == cluster.expected(fresh)
+
+
 async def test_a_prefill_worker_that_dies_while_its_pages_travel_is_replaced():
     async with FakeCluster(auto_step=False, prefills=2) as cluster:
         dispatcher = await cluster.dispatcher()
