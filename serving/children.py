@@ -71,6 +71,7 @@ class Child:
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(self._hear_ready(ready_fd))
         self.last_line = ""
         self.followed = False  # killed as another of its group died: it must not kill others, too
+        self.was_late = False  # killed as it was not ready in time
         self.output = asyncio.create_task(self._relay())
 
     @property
@@ -89,7 +90,24 @@ class Child:
             return facts
         code = await self.process.wait()
         await self.output
-        raise self.failed(f"{_ended_with(code)} before it was ready", code)
+        raise self.failed(f"{self.ended_with(code)} before it was ready", code)
+
+    async def ended(self) -> int:
+        """The code with which it ends. If it is not ready in time, it is killed."""
+        await asyncio.wait({self.ready}, timeout=READY_TIMEOUT_S)
+        if not self.ready.done():
+            self.was_late = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+        return await self.process.wait()
+
+    def ended_with(self, code: int) -> str:
+        """How messages tell that it ended with this code."""
+        if self.was_late:
+            return f"was not ready after {READY_TIMEOUT_S:g} s and was killed"
+        if code != -signal.SIGKILL:
+            return f"ended with code {code}"
+        return f"ended with code {code} (killed, as the kernel does where memory runs out)"
 
     def failed(self, what: str, code: int) -> ChildFailed:
         """The error of a child that ended, with its last line of output."""
@@ -120,13 +138,6 @@ class Child:
                 return
             self.last_line = line.decode(errors="replace").strip()
             terminal.complain(f"[{self.spec.name}] {self.last_line}")
-
-
-def _ended_with(code: int) -> str:
-    """How messages tell that a process ended with this code."""
-    if code != -signal.SIGKILL:
-        return f"ended with code {code}"
-    return f"ended with code {code} (killed, as the kernel does where memory runs out)"
 
 
 class Supervisor:
@@ -186,7 +197,7 @@ class Supervisor:
         """Keep a child alive. Raises ChildFailed when it ends too often, or with EXIT_CONFIG."""
         restarts = 0
         while True:
-            code = await child.process.wait()
+            code = await child.ended()
             served_s = child.served_s
             if self.stopping:
                 return
@@ -204,8 +215,8 @@ class Supervisor:
             restarts = 1 if served_s > FORGIVEN_AFTER_S else restarts + 1
             if code == EXIT_CONFIG or restarts > MAX_RESTARTS:
                 await child.output
-                raise child.failed(f"{_ended_with(code)}, {restarts} time(s) in a row", code)
-            log.warning("%s %s: starting it again", name, _ended_with(code))
+                raise child.failed(f"{child.ended_with(code)}, {restarts} time(s) in a row", code)
+            log.warning("%s %s: starting it again", name, child.ended_with(code))
             again = await self._start_again(child, restarts)
             if again is None:
                 return

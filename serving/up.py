@@ -190,7 +190,7 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     port_flag = "--disaggregation-bootstrap-port"
     command = ("serving.launch", "registry", port_flag)
     registry = await supervisor.start(ChildSpec("registry", (*command, "0")))
-    address = (await registry.wait_ready())["address"]
+    address = (await in_time(registry.wait_ready()))["address"]
     # If it is started again, it must listen where the others look for it.
     registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))
     # Watched from here on: if the registry died unwatched, workers that are still loading would

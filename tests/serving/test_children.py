@@ -115,6 +115,17 @@ async def test_a_child_that_takes_long_to_start_and_never_does_ends_the_supervis
         await asyncio.wait_for(supervisor.watch(running), 60)
 
 
+async def test_a_child_started_again_that_is_never_ready_is_killed_and_counted(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(children, "MAX_RESTARTS", 1)
+    running = await supervisor.start(child(WAIT))
+    running.process.kill()
+    with pytest.raises(children.ChildFailed, match=r"was not ready after 0.05 s .*, 2 time"):
+        await asyncio.wait_for(supervisor.watch(running), 20)
+
+
 async def test_the_ends_of_a_child_that_served_long_are_not_in_a_row(
     supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
