@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import sys
 import threading
@@ -470,10 +471,17 @@ def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
 
 
 def _malformed(submit: wire.Submit) -> str:
-    """What would crash the engine, which no API process of ours sends; "" = nothing is wrong."""
+    """What would crash the engine, or hold a room for ever; "" = nothing is wrong.
+
+    No API process of ours sends such a submit.
+    """
+    if submit.room < 1:
+        return f"room {submit.room}, at least 1"
     num_tokens, rest = divmod(len(submit.token_ids), 4)
     if rest or not 0 < submit.num_prompt_tokens <= num_tokens:
         return f"{len(submit.token_ids)} bytes of token ids, {submit.num_prompt_tokens} of prompt"
+    if not (math.isfinite(submit.left_s) and math.isfinite(submit.age_s)):
+        return f"left_s {submit.left_s}, age_s {submit.age_s}: both must be finite"
     sampling = submit.sampling
     for name, got, most in (
         ("stop_token_ids", len(sampling.stop_token_ids), wire.MAX_STOP_IDS),

@@ -1,6 +1,7 @@
 """The shell around both roles: what it refuses, whom a step reaches, and how an engine ends."""
 
 import asyncio
+import math
 import mmap
 import threading
 from collections.abc import AsyncGenerator
@@ -71,7 +72,12 @@ class PlainWorker(Worker):
 
 
 def submit(
-    room: int = 1, epoch: int = 100_000, api_id: str = "api", token_ids: bytes = b"\0\0\0\0"
+    room: int = 1,
+    epoch: int = 100_000,
+    api_id: str = "api",
+    token_ids: bytes = b"\0\0\0\0",
+    age_s: float = 0.0,
+    left_s: float = 9e9,
 ) -> wire.Submit:
     return wire.Submit(
         room=room,
@@ -80,8 +86,8 @@ def submit(
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids) // 4,
         sampling=wire.SamplingParams(1),
-        age_s=0.0,
-        left_s=9e9,
+        age_s=age_s,
+        left_s=left_s,
         prefill=wire.WorkerRef("other", 7, "elsewhere:1"),
         decode=wire.WorkerRef("plain", epoch, "host:9"),
     )
@@ -141,6 +147,12 @@ def test_the_epoch_is_the_start_in_milliseconds() -> None:
         ({"api_id": "stranger"}, "stale", "stranger has no reply stream here"),
         ({"token_ids": b"\0\0\0"}, "bad_request", "bytes of token ids"),
         ({"token_ids": b""}, "bad_request", "bytes of token ids"),
+        ({"room": -1}, "bad_request", "room -1, at least 1"),  # decode's mark of a free slot
+        ({"room": 0}, "bad_request", "room 0, at least 1"),
+        # A deadline that never passes, and an age that no other can be compared with.
+        ({"left_s": math.nan}, "bad_request", "left_s nan"),
+        ({"left_s": math.inf}, "bad_request", "left_s inf"),
+        ({"age_s": math.nan}, "bad_request", "age_s nan"),
         ({"room": 13}, "queue_full", "unlucky"),
     ],
 )
