@@ -18,6 +18,7 @@ from transfer import wire
 from transfer.clock import Clock
 from transfer.complaint import Complaint
 from transfer.errors import (
+    BadMessage,
     ConfigError,
     Incompatible,
     KvferryError,
@@ -161,6 +162,15 @@ def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | Non
     except Incompatible as error:
         return error
     return None
+
+
+@contextlib.contextmanager
+def _of_one_version() -> Iterator[None]:
+    """Raise Incompatible, which the operator mends, where the other side is of another version."""
+    try:
+        yield
+    except BadMessage as error:
+        raise Incompatible(f"the registry has another version of kvferry: {error}") from error
 
 
 class RegistryServer:
@@ -309,7 +319,7 @@ class RegistryClient:
         """
         misfit: Incompatible | None = None
         stream = self._client.stream("Watch", wire.Empty(), wire.ClusterView)
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(Unavailable), _of_one_version():
             try:
                 async with asyncio.timeout(SILENCE_S), contextlib.aclosing(stream):
                     async for view in stream:
@@ -331,26 +341,25 @@ class RegistryClient:
         """Register and send heartbeats until cancelled.
 
         load(): current load, and whether the worker is draining. ranks(): as in wire.Heartbeat.
-        Retries an unreachable registry for ever. Raises Incompatible, Unauthenticated or BadMessage
-        at once. A worker that was registered before raises Superseded only: it is serving, and a
+        Retries an unreachable registry for ever. Raises Incompatible or Unauthenticated at once. A
+        worker that was registered before raises Superseded only: it is serving, and a
         worker that registers first after a restart of the registry must not end it.
         """
-        complaint = self._complaint()
+        complaint, call = self._complaint(), self._client.call
         known = False
         heard_s = self._clock.monotonic_s()
         while True:
             try:
                 if not known:
                     register = wire.Register(info, epoch)
-                    await self._client.call("Register", register, wire.Registered, CALL_TIMEOUT_S)
+                    with _of_one_version():
+                        await call("Register", register, wire.Registered, CALL_TIMEOUT_S)
                     self._lease = (info.worker_id, epoch)
                     self.registered.set()
                     self.on_registered()
                 figures, draining = load()
                 beat = wire.Heartbeat(info.worker_id, epoch, figures, draining, ranks())
-                reply = await self._client.call(
-                    "Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S
-                )
+                reply = await call("Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S)
                 known, heard_s = reply.known, self._clock.monotonic_s()
                 complaint.settle()
                 await self._pause(interval_s if known else 0)

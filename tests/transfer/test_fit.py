@@ -18,9 +18,17 @@ from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Incompatible, Unauthenticated
 from transfer.flags import TOKEN_ENV
-from transfer.rpc import Security
+from transfer.rpc import RpcServer, Security
 
 MODEL = GOLDENS / "llama" / "model"
+
+
+class OfLater(wire.Message, frozen=True):
+    """What `Register` may be in another version."""
+
+    info: wire.WorkerInfo
+    epoch: int
+    more: int
 
 
 @contextlib.asynccontextmanager
@@ -107,6 +115,28 @@ async def test_a_registry_that_is_not_there_yet_is_no_obstacle_and_a_wrong_token
     async with registry_with() as (_, address):
         with pytest.raises(Unauthenticated):
             await ask(address, a_worker(), Security("another-token-of-the-tests"))
+
+
+async def test_a_registry_of_another_version_ends_a_worker_as_a_misfit_does() -> None:
+    """The operator mends it, so the exit code is 2: a service is not started again in vain."""
+
+    async def watch(_: wire.Empty) -> AsyncIterator[wire.Empty]:
+        yield wire.Empty()  # where this version has fields
+
+    server = RpcServer(SECURITY)
+    server.unary("Register", OfLater, lambda _: asyncio.sleep(0, wire.Registered(1.0)))
+    server.stream("Watch", wire.Empty, watch)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    client = RegistryClient(address, SECURITY, SYSTEM_CLOCK)
+    load = wire.Load(), False
+    try:
+        with pytest.raises(Incompatible, match=r"another version of kvferry.*not a ClusterView"):
+            await ask(address, a_worker())
+        with pytest.raises(Incompatible, match=r"another version of kvferry.*not a OfLater"):
+            await asyncio.wait_for(client.run_worker(a_worker(), 1, lambda: load), PATIENCE_S)
+    finally:
+        await client.close()
+        await server.stop()
 
 
 def test_what_comes_before_the_weights_knows_all_but_them(monkeypatch: pytest.MonkeyPatch) -> None:
