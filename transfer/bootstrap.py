@@ -27,7 +27,7 @@ from transfer.errors import (
     Unauthenticated,
     Unavailable,
 )
-from transfer.layout import check_alike, check_pair
+from transfer.layout import check_fit
 from transfer.ports import split_host_port
 from transfer.route_feeds import RouteFeeds
 from transfer.route_link import RouteLink, open_link
@@ -69,14 +69,19 @@ class Leases:
 
         Raises Superseded when a higher epoch of it is alive, Unavailable while that is not certain
         (its host's clock may have gone back, and the higher epoch be dead), Incompatible when it
-        does not fit the registered workers.
+        does not fit the registered workers; Unavailable if all that it does not fit are draining.
         """
         known = self._leases.get(info.worker_id)
         if known is not None and known.epoch > epoch:
             self._refuse(known, epoch)
-        for other in self._leases.values():
-            if other.info.worker_id != info.worker_id:
-                _check_fit(info, other.info)
+        others = [lease for name, lease in self._leases.items() if name != info.worker_id]
+        for other in sorted(others, key=lambda lease: lease.draining):
+            try:
+                check_fit(info, other.info)
+            except Incompatible as error:
+                if not other.draining:
+                    raise
+                raise Unavailable(f"{error}; {other.info.worker_id} drains") from error
         self._leases[info.worker_id] = _Lease(info, epoch, wire.Load(), False, now_s + self.ttl_s)
         if known is None or (known.info, known.epoch) != (info, epoch):
             self.revision += 1
@@ -143,13 +148,6 @@ class Leases:
         return wire.ClusterView(self.revision, members)
 
 
-def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
-    if new.role == old.role:
-        check_alike(new, old)
-    else:
-        check_pair(*((new, old) if new.role == "prefill" else (old, new)))
-
-
 def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
     """Why a worker does not fit the others in a view; None if it does.
 
@@ -158,7 +156,7 @@ def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | Non
     try:
         for member in view.members:
             if member.info.worker_id != info.worker_id and not member.draining:
-                _check_fit(info, member.info)
+                check_fit(info, member.info)
     except Incompatible as error:
         return error
     return None

@@ -70,6 +70,14 @@ def _joins(last: HeadRun, run: HeadRun) -> bool:
     )
 
 
+def check_fit(new: WorkerInfo, old: WorkerInfo) -> None:
+    """Raises Incompatible, naming the field and both values, unless both may be in one cluster."""
+    if new.role == old.role:
+        check_alike(new, old)
+    else:
+        check_pair(*((new, old) if new.role == "prefill" else (old, new)))
+
+
 def check_alike(one: WorkerInfo, other: WorkerInfo) -> None:
     """Raises Incompatible, naming the first field of model and pages in which two workers differ.
 

@@ -14,9 +14,9 @@ from tests.model.harness import GOLDENS, open_plainly
 from tests.transfer.children import ROOT
 from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
 from transfer import bootstrap, wire
-from transfer.bootstrap import RegistryClient, RegistryServer
+from transfer.bootstrap import Leases, RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK
-from transfer.errors import Incompatible, Unauthenticated
+from transfer.errors import Incompatible, Unauthenticated, Unavailable
 from transfer.flags import TOKEN_ENV
 from transfer.rpc import RpcServer, Security
 
@@ -98,6 +98,34 @@ async def test_who_it_does_not_fit_may_be_about_to_leave() -> None:
         beat = wire.Heartbeat("prefill-0", 1, wire.Load(), draining=True)
         assert server.leases.heartbeat(beat, SYSTEM_CLOCK.monotonic_s())
         await ask(address, a_worker("decode", model_digest="d2"))
+
+
+async def test_who_has_loaded_before_one_that_it_does_not_fit_has_left_waits_for_that() -> None:
+    async with registry_with(a_worker("prefill")) as (server, address):
+        beat = wire.Heartbeat("prefill-0", 1, wire.Load(), draining=True)
+        assert server.leases.heartbeat(beat, SYSTEM_CLOCK.monotonic_s())
+        client = RegistryClient(address, SECURITY, SYSTEM_CLOCK)
+        newcomer, load = a_worker("decode", model_digest="d2"), (wire.Load(), False)
+        running = asyncio.create_task(client.run_worker(newcomer, 1, lambda: load))
+        try:
+            with pytest.raises(Unavailable, match="d1, decode-0 has d2; prefill-0 drains"):
+                server.leases.register(newcomer, 1, SYSTEM_CLOCK.monotonic_s())
+            assert server.leases.deregister("prefill-0", 1)
+            await asyncio.wait_for(client.registered.wait(), PATIENCE_S)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await client.close()
+
+
+def test_one_that_stays_refuses_whoever_does_not_fit_whatever_others_do() -> None:
+    leases = Leases(3.0)
+    for worker_id in ("a", "b", "c"):
+        leases.register(a_worker("decode", worker_id), 1, now_s=1.0)
+    for worker_id in ("a", "c"):
+        leases.heartbeat(wire.Heartbeat(worker_id, 1, wire.Load(), draining=True), now_s=1.0)
+    with pytest.raises(Incompatible, match="b has d1"):
+        leases.register(a_worker("decode", "newcomer", model_digest="d2"), 1, now_s=1.0)
 
 
 async def test_a_registry_that_goes_away_while_it_is_asked_refuses_nobody(
