@@ -266,14 +266,14 @@ class Worker(ABC):
                 )
             )
             watching = watch(self.watchdog_timeout_s, *self.watched())
-            tasks += [
-                lease,
-                asyncio.create_task(watching),
-                asyncio.create_task(self._announce(registry, info, on_ready)),
-            ]
-            await asyncio.wait({stopped, lease}, return_when=asyncio.FIRST_COMPLETED)
-            if lease.done():
-                lease.result()
+            announcing = self._announce(registry, info, on_ready)
+            needed = [lease, *map(asyncio.create_task, (watching, announcing))]
+            tasks += needed
+            running: set[asyncio.Task[Any]] = {stopped, *needed}
+            while stopped in running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises why it failed
         finally:
             self._ready = False
             self._stopping.set()

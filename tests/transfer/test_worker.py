@@ -17,7 +17,8 @@ import transfer.replies
 from tests.transfer.samples import a_worker
 from tests.transfer.shm_ends import wait_until
 from transfer import wire
-from transfer.clock import ManualClock
+from transfer.bootstrap import RegistryServer
+from transfer.clock import SYSTEM_CLOCK, ManualClock
 from transfer.errors import Unavailable
 from transfer.rpc import RpcClient, RpcServer, Security
 from transfer.staging import LentSlots, SlotShape
@@ -435,3 +436,21 @@ async def test_a_worker_that_stops_ends_its_streams_even_while_the_registry_hang
         await running
         await client.close()
         await registry.stop(0.1)
+
+
+@pytest.mark.usefixtures("own_signals")
+async def test_a_worker_that_cannot_say_that_it_is_ready_ends_with_the_reason() -> None:
+    """Nobody would know of it, and whoever started it would wait for ever."""
+    worker = PlainWorker()
+    worker.host, worker.port = "127.0.0.1", 0
+    registry = RegistryServer(worker.security, SYSTEM_CLOCK)
+    address = f"127.0.0.1:{await registry.start('127.0.0.1', 0)}"
+
+    def announce(worker_id: str) -> None:
+        raise OSError(f"nobody listens to {worker_id}")
+
+    try:
+        with pytest.raises(OSError, match="nobody listens to plain"):
+            await asyncio.wait_for(worker.run(address, announce), 20)
+    finally:
+        await registry.stop()
