@@ -254,9 +254,9 @@ class ExecutableCache:
         return True
 
     def _writes_no_more(self, error: OSError) -> None:
-        if self._writes:
+        writes, self._writes = self._writes, False  # first: other threads fail meanwhile, too
+        if writes:
             log.warning("executables are not kept: %s", error)
-        self._writes = False
 
 
 def _lowered(recipe: Recipe) -> jax.stages.Lowered:

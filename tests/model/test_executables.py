@@ -1,9 +1,11 @@
 """A program compiled before is loaded unchanged; a cache that cannot be read only costs time."""
 
+import errno
 import json
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +177,24 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_time(
     program = made(folder, held)
     assert "executables are not kept" in caplog.text
     assert result(program).shape == (4, 4)
+
+
+def test_threads_that_fail_to_write_at_once_say_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ExecutableCache(tmp_path)
+    full, said = OSError(errno.ENOSPC, "no space"), []
+
+    def slow(*words: object) -> None:
+        said.append(words)
+        if len(said) < 3:  # the next thread fails while this one writes its line
+            other = threading.Thread(target=cache._writes_no_more, args=(full,))
+            other.start()
+            other.join()
+
+    monkeypatch.setattr(executables.log, "warning", slow)
+    cache._writes_no_more(full)
+    assert len(said) == 1
 
 
 def test_what_only_jax_has_kept_is_compiled_once_more_and_saved(
