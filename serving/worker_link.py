@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 SILENCE_S = 3.0  # a worker sends something every 0.5 s; one silent for this long hangs
 CALL_TIMEOUT_S = 5.0
 MAX_BATCH = 256  # submits in one call
+# Bytes of their token ids, unless one has more: gRPC takes 256 MiB, and a worker must answer in
+# time. 128 choices of one prompt of 524,288 tokens have 256 MiB.
+MAX_BATCH_BYTES = 16 << 20
 _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 _ABORT_AGAIN_S = 0.2
@@ -280,13 +283,25 @@ class WorkerLink:
         try:
             while self._submits or self._aborts:
                 if self._submits:
-                    rooms = list(self._submits)[:MAX_BATCH]
-                    await self._send_submits([self._submits.pop(room) for room in rooms])
+                    await self._send_submits(self._next_submits())
                 if self._aborts:
                     rooms, self._aborts = self._aborts, []
                     await self._send_aborts(rooms)
         finally:
             self._sender = None
+
+    def _next_submits(self) -> list[_Leaving]:
+        """Take the submits of the next call: the first ones, as many as one call may carry."""
+        leaving: list[_Leaving] = []
+        num_bytes = 0
+        for leg in self._submits.values():
+            num_bytes += len(leg.submit.token_ids)
+            if len(leaving) == MAX_BATCH or (leaving and num_bytes > MAX_BATCH_BYTES):
+                break
+            leaving.append(leg)
+        for leg in leaving:
+            del self._submits[leg.submit.room]
+        return leaving
 
     async def _send_submits(self, leaving: list[_Leaving]) -> None:
         owner, now_s = self._context.owner, self._context.clock.monotonic_s()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from serving import worker_link
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
 from tests.serving.test_placement import played
 from transfer import wire
@@ -44,6 +45,21 @@ async def test_submits_gather_while_one_call_is_under_way():
         slow.gate.set()
         await played(cluster, *sinks)
         assert slow.submit_calls == [1, 5]
+        assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
+
+
+async def test_long_prompts_that_leave_together_are_shared_out_over_calls(monkeypatch):
+    """gRPC would carry none of them if they were too long for one message."""
+    monkeypatch.setattr(worker_link, "MAX_BATCH_BYTES", 40)
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        specs = [cluster.spec([n] * length) for n, length in enumerate((4, 5, 2, 11, 1), 1)]
+        sinks = [RecordingSink() for _ in specs]
+        for spec, sink in zip(specs, sinks, strict=True):
+            dispatcher.submit(spec, sink)
+        await cluster.submitted(5)
+        assert cluster.prefill[0].submit_calls == cluster.decode[0].submit_calls == [2, 1, 1, 1]
+        await played(cluster, *sinks)
         assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
 
 
