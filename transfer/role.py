@@ -170,8 +170,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         if submit.room in self._held:
             return  # the same submit, delivered twice
         # `capacity_refusal` counts without the submits that are still in the inbox.
-        if len(self._held) > self.config.max_queued_requests:
-            self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
+        if (full := self._full()) is not None:
+            self._tell_failed(submit, Code.QUEUE_FULL, full)
             return
         # Only this host's monotonic clock counts: other hosts' clocks, and clock changes, do not.
         times = self.clock.monotonic_s(), received_s + submit.left_s, received_s - submit.age_s
@@ -214,10 +214,14 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         if num_tokens > limit:
             message = f"{num_tokens} tokens, this {self.role} worker takes at most {limit}"
             return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
-        if len(self._held) >= self.config.max_queued_requests:
-            message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
-            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
+        if (full := self._full()) is not None:
+            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, full)
         return None
+
+    def _full(self) -> str | None:
+        """Why no further room can be held; None: one can."""
+        num_held, most = len(self._held), self.config.max_queued_requests
+        return f"{num_held} requests held, at most {most}" if num_held >= most else None
 
     def dictated_rank(self, submit: wire.Submit) -> int:
         """The data-parallel rank of this worker that the submit asks for; -1: any."""

@@ -373,8 +373,9 @@ def test_too_long_and_too_many_are_refused_at_the_door() -> None:
     together = tuple(alone.leg(room) for room in (4, 5, 6))
     worker.handle(Submitted(together, alone.clock.monotonic_s()))
     alone.turn()
-    assert alone.events() == [("failed", 6, "queue_full")]
-    assert worker.num_held() == 5
+    assert alone.events() == [("failed", 5, "queue_full"), ("failed", 6, "queue_full")]
+    assert alone.batches[-1].events[-1].message == "4 requests held, at most 4"
+    assert worker.num_held() == 4
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 8, 13])
