@@ -269,7 +269,11 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             held.shipped = said.shipped
         match said.kind:
             case "acked":
-                if said.room in self._held:
+                if held is not None and held.room.state is not State.SENDING:
+                    self.counters["transfers_refused"] += 1
+                    message = "decode acknowledged pages before all were sent"
+                    self.fail(said.room, Code.STALE, message)
+                elif held is not None:
                     self.end(said.room)
             case "nacked":
                 code = Code.GONE if said.code == Code.GONE else Code.STALE

@@ -14,7 +14,7 @@ from tests.prefill.test_worker import prefill
 from tests.sim.alone import Alone
 from tests.sim.workers import run_now
 from transfer import wire
-from transfer.backend import FirstToken, SenderEvent
+from transfer.backend import FirstToken, SenderEvent, Shipped
 from transfer.errors import Unavailable
 from transfer.layout import HeadRun
 from transfer.outbound import Lane
@@ -102,6 +102,17 @@ def test_every_failed_transfer_is_counted_by_its_cause(
     worker.handle(SenderEvent(kind, 1, "why", code))  # type: ignore[arg-type]
     found = {name: n for name, n in worker.counters.items() if name.startswith("transfers_")}
     assert found == counted
+
+
+def test_an_acknowledgement_of_pages_that_were_not_sent_ends_its_room_and_not_the_worker() -> None:
+    alone, worker = prefill()
+    granted(alone, 1, num_tokens=16)
+    alone.turn()  # the first of two chunks
+    worker.handle(SenderEvent("acked", 1, shipped=Shipped()))
+    run_dry(alone)
+    assert alone.events() == [("failed", 1, "stale")]
+    assert worker.counters["transfers_refused"] == 1
+    worker.check_idle()
 
 
 def test_the_leg_of_an_aborted_room_tells_what_had_left() -> None:
