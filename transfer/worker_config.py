@@ -21,7 +21,7 @@ from transfer.ports import split_host_port
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
-MAX_WATCHDOG_S = 1_000_000
+MAX_TIMEOUT_S = 1_000_000  # what poll and timers of threads can wait for, rounded down
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
 
@@ -90,9 +90,10 @@ class WorkerConfig:
         self._check_placing()
         self._check_nodes()
         above_zero(self, "stall_timeout_s")
+        at_most(self, "stall_timeout_s", MAX_TIMEOUT_S)
         not_negative(self, "drain_timeout_s")
         not_negative(self, "watchdog_timeout_s")
-        at_most(self, "watchdog_timeout_s", MAX_WATCHDOG_S)
+        at_most(self, "watchdog_timeout_s", MAX_TIMEOUT_S)
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"

@@ -4,15 +4,18 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from decode.config import DecodeConfig
 from tests.transfer.samples import PATIENCE_S
 from transfer import framing
 from transfer.backend import Frame, Kind, without_payload
 from transfer.clock import ManualClock
-from transfer.errors import PeerLost
+from transfer.errors import ConfigError, PeerLost
 from transfer.framing import Connection
+from transfer.worker_config import MAX_TIMEOUT_S
 
 Pair = tuple[Connection, Connection]
 
@@ -158,3 +161,12 @@ def test_a_handshakes_deadline_ends_with_it(pair: Pair, monkeypatch: pytest.Monk
     clock.advance(6.0)
     theirs.send_whole(a_frame(2))
     assert rooms_of(mine, 1) == [2]
+
+
+def test_a_stall_timeout_is_refused_unless_a_connection_can_wait_for_so_long() -> None:
+    with pytest.raises(ConfigError, match="--stall-timeout must be at most 1000000, got"):
+        DecodeConfig(Path("model"), "127.0.0.1:1", stall_timeout_s=1e7)
+    mine, theirs = (Connection(sock, MAX_TIMEOUT_S) for sock in socket.socketpair())
+    with contextlib.closing(mine), contextlib.closing(theirs):
+        mine.wake()
+        assert not mine.wait(MAX_TIMEOUT_S)
