@@ -133,11 +133,18 @@ class Placement:
             link.submit(message, spec.arrival_s, spec.deadline_s)
 
     def _takers(self, role: wire.Role, generation: Generation) -> list[wire.Member]:
-        """Workers that take new work; once it has tokens, those whose model drew them."""
+        """Workers that take new work; once it has tokens, those whose model drew them.
+
+        Of these, those that can hold it, if any can: smaller ones may have come since it began.
+        """
         takers = self._membership.takers(role)
         if not generation.started:
             return takers
-        return [m for m in takers if m.info.model_digest == generation.model_digest]
+        takers = [m for m in takers if m.info.model_digest == generation.model_digest]
+        spec = generation.spec
+        more = spec.sampling.max_new_tokens if role == "decode" else len(generation.token_ids)
+        most = len(spec.prompt.ids) + more
+        return [m for m in takers if m.info.max_request_tokens >= most] or takers
 
     def _is_of_another_model(self, generation: Generation) -> bool:
         """Whether all workers have another model by now than drew its tokens.

@@ -119,6 +119,7 @@ class FakeWorker:
         self.epoch = 0
         self.address = ""
         self.model_digest = "fake-digest"
+        self.max_request_tokens = cluster.context_length
         self.rooms: dict[int, FakeRoom] = {}
         self.aborted: list[int] = []  # rooms of Abort calls, in order
         self.submit_calls: list[int] = []  # how many legs each Submit carried
@@ -201,7 +202,7 @@ class FakeWorker:
             tp_size=1,
             dp_size=self.dp_size,
             context_length=self.cluster.context_length,
-            max_request_tokens=self.cluster.context_length,
+            max_request_tokens=self.max_request_tokens,
             stored_kv_heads=2,
         )
 

@@ -1,5 +1,7 @@
 """Requests whose pages were needed by older ones, and rooms that one worker found gone."""
 
+import msgspec
+
 from tests.fakes import FakeCluster, RecordingSink, until
 from tests.serving.test_dispatch import counted
 from tests.serving.test_placement import played, running
@@ -25,6 +27,25 @@ async def test_a_preempted_request_goes_on_with_its_tokens_and_spends_no_retry()
         assert sink.calls.count("prefilled") == 1
         assert counted(dispatcher, "preemptions_total") == 2
         assert generation.retries == 0
+
+
+async def test_a_preempted_request_goes_to_a_worker_that_can_hold_it_though_a_small_one_is_idle():
+    async with FakeCluster(auto_step=False, decodes=2) as cluster:
+        small, large = cluster.decode
+        await small.kill(unlist=True)
+        dispatcher = await cluster.dispatcher()
+        spec, sink = cluster.spec(max_new_tokens=12), RecordingSink()
+        generation = dispatcher.submit(spec, sink)
+        await running(cluster, sink, 3)
+        small.max_request_tokens = 8  # it comes when the request is running
+        await small.start()
+        large.load = msgspec.structs.replace(large.load, running_requests=60)
+        large.announce()
+        await until(lambda: cluster.sees_all(dispatcher) and dispatcher.context_length() == 8)
+        large.preempt(generation.room)
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+        assert not small.submit_calls
 
 
 async def test_a_room_that_is_gone_goes_on_as_the_one_who_gave_it_up_says():
