@@ -115,6 +115,7 @@ class Worker(ABC):
         self.handing_on = False  # Drain was handled (engine thread)
         self._registry: RegistryClient | None = None
         self._stopping = threading.Event()
+        self._told_to_end = False  # by a SIGTERM
         self._ready = False
         self._engine_error: BaseException | None = None
 
@@ -288,10 +289,12 @@ class Worker(ABC):
             self.close()
 
     def _terminated(self) -> None:
-        if self._ready and not self.leaving.draining:
-            self.drain()
-        else:
+        """A SIGTERM. The first one to a worker that drains already, as it was asked, is no news."""
+        if not self._ready or self._told_to_end:
             self.leaving.over.set()
+        self._told_to_end = True
+        if not (self.leaving.over.is_set() or self.leaving.draining):
+            self.drain()
 
     def _end_streams(self) -> None:
         """End the reply streams; when drained, a last message says that nothing was lost here."""

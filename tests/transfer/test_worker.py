@@ -398,6 +398,17 @@ async def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
     assert not starting.leaving.draining
 
 
+async def test_a_worker_that_was_asked_to_drain_drains_on_when_it_gets_its_first_sigterm() -> None:
+    """As in a pod whose preStop hook asks for the drain."""
+    worker = PlainWorker()
+    worker.held = 1
+    worker.drain()
+    worker._terminated()
+    assert not worker.leaving.over.is_set()
+    worker._terminated()
+    assert worker.leaving.over.is_set()
+
+
 @pytest.mark.usefixtures("own_signals")
 async def test_a_worker_that_stops_ends_its_streams_even_while_the_registry_hangs(
     monkeypatch: pytest.MonkeyPatch,
