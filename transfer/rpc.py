@@ -480,6 +480,8 @@ def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
             raise Unavailable(f"{what}: no answer in time") from error
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED and otherwise is RpcError:
+            raise Incompatible(f"{what}: that process does not take this call") from error
         kind = _ERRORS.get(error.code(), otherwise)
         raise kind(f"{what}: {error.details()}") from error
     except asyncio.CancelledError:

@@ -167,6 +167,16 @@ async def test_a_registry_of_another_version_ends_a_worker_as_a_misfit_does() ->
         await server.stop()
 
 
+async def test_an_address_of_another_process_ends_a_worker_as_a_misfit_does() -> None:
+    server = RpcServer(SECURITY)  # as of a worker, given in the place of the registry
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    try:
+        with pytest.raises(Incompatible, match=f"{address}: that process does not take this call"):
+            await ask(address, a_worker())
+    finally:
+        await server.stop()
+
+
 def test_what_comes_before_the_weights_knows_all_but_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
