@@ -1,6 +1,5 @@
 """The parent of several API processes: claims their address, starts them and keeps them alive."""
 
-import asyncio
 import logging
 import shutil
 import socket
@@ -8,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 
-from serving.children import ChildSpec, Supervisor, in_time, supervise
+from serving.children import ChildSpec, Supervisor, all_ready, supervise
 from serving.config import ServeConfig
 from serving.listening import address_of, claimed_for_children
 from serving.seat import Seat
@@ -58,7 +57,7 @@ async def _run(
 ) -> None:
     specs = _specs(config, security, sock, folder)
     children = [await supervisor.start(spec) for spec in specs]
-    await in_time(asyncio.gather(*(child.wait_ready() for child in children)))
+    await all_ready(children)
     address = address_of(sock)
     log.info("%d HTTP processes listen on %s", len(children), address)
     supervisor.is_ready = True

@@ -345,13 +345,22 @@ async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
                 await supervisor.stop()
 
 
-async def in_time[T](awaited: Awaitable[T]) -> T:
-    """The result, if it comes within READY_TIMEOUT_S. Raises ChildFailed otherwise."""
+async def all_ready(children: Sequence[Child]) -> list[dict[str, Any]]:
+    """The facts that each child sends when ready. Raises ChildFailed if one ends, or is late."""
+
+    def late() -> str:
+        return ", ".join(child.spec.name for child in children if not child.ready.done())
+
+    return await in_time(asyncio.gather(*(child.wait_ready() for child in children)), late)
+
+
+async def in_time[T](awaited: Awaitable[T], late: Callable[[], str]) -> T:
+    """The result, if it comes within READY_TIMEOUT_S. Otherwise ChildFailed about late()."""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             return await awaited
     except TimeoutError:
-        raise ChildFailed(f"not ready after {READY_TIMEOUT_S:.0f} s", 1) from None
+        raise ChildFailed(f"{late()} not ready after {READY_TIMEOUT_S:g} s", 1) from None
 
 
 async def _read_ready(fd: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from model.config import check_folder
 from serving import api
-from serving.children import ChildSpec, Supervisor, in_time, supervise
+from serving.children import ChildSpec, Supervisor, all_ready, in_time, supervise
 from serving.config import ServeConfig
 from serving.demo import demo_model_path
 from serving.listening import Address, claimed, refuse_two_addresses
@@ -190,7 +190,7 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     port_flag = "--disaggregation-bootstrap-port"
     command = ("serving.launch", "registry", port_flag)
     registry = await supervisor.start(ChildSpec("registry", (*command, "0")))
-    address = (await in_time(registry.wait_ready()))["address"]
+    address = (await all_ready([registry]))[0]["address"]
     # If it is started again, it must listen where the others look for it.
     registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))
     # Watched from here on: if the registry died unwatched, workers that are still loading would
@@ -210,14 +210,15 @@ async def _start_others(
     ]
     front = await supervisor.start(_front(address, args))
     children = [*workers, front]
-    facts = await in_time(asyncio.gather(*(child.wait_ready() for child in children)))
+    facts = await all_ready(children)
     where, model = Address(facts[-1]["url"], facts[-1]["uds"]), facts[-1]["model"]
     if not where.uds:
         port = where.url.rpartition(":")[2]
         front.spec = replace(front.spec, argv=(*front.spec.argv, f"--port={port}"))
 
     async def tell() -> None:
-        await in_time(_all_see_workers(where, args.api_workers, args.api_key))
+        seeing = _all_see_workers(where, args.api_workers, args.api_key)
+        await in_time(seeing, lambda: f"{where}, which does not see its workers,")
         supervisor.is_ready = True
         _say_ready(where, model, args.api_key)
 

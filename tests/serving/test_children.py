@@ -51,6 +51,17 @@ async def test_a_child_that_ends_before_it_is_ready_passes_on_its_last_line(
     assert capfd.readouterr().err == "[child] first\n[child] no luck\n"
 
 
+async def test_who_is_not_ready_in_time_is_named(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "READY_TIMEOUT_S", 0.05)
+    ready = await supervisor.start(child(TELL_READY + WAIT))
+    await ready.wait_ready()
+    late = await supervisor.start(replace(child(WAIT), name="decode-1"))
+    with pytest.raises(children.ChildFailed, match=r"^decode-1 not ready after 0\.05 s$"):
+        await children.all_ready([ready, late])
+
+
 async def test_a_line_of_any_length_does_not_stop_a_child(
     supervisor: children.Supervisor, capfd: pytest.CaptureFixture[str]
 ) -> None:
