@@ -27,6 +27,7 @@ from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
 _TOKEN = "token of a cluster for one benchmark"
 _START_TIMEOUT_S = 60.0
+_END_S = 5.0
 
 
 class Failed(RuntimeError):
@@ -325,9 +326,11 @@ class _Starting:
         self._stack.close()
 
     def wait(self, load: Load) -> Target:
-        """Wait until it is ready. Raises NoServer."""
+        """Wait until it is ready. Raises NoServer, or ConfigError for flags that it refuses."""
         ready = self._notified.read()  # until it is ready, or has ended
         server = parse_url(json.loads(ready)["url"], "") if ready else None
         if server is None or not wait_ready(server, self._process, _START_TIMEOUT_S):
-            raise not_ready(" ".join(self._command), self._log)
+            with suppress(subprocess.TimeoutExpired):  # if it ends, it does so after its last word
+                self._process.wait(0.0 if ready else _END_S)
+            raise not_ready(" ".join(self._command), self._log, self._process.returncode)
         return Target(server, self._process.pid, load)

@@ -33,6 +33,8 @@ from bench.report import Report
 from bench.shapes import SHAPES
 from bench.timelines import read_timelines, report_timelines
 from bench.workload import PlannedRequest, WorkloadConfig, plan_requests, plan_warm_up
+from transfer.errors import ConfigError
+from transfer.exit_codes import EXIT_CONFIG
 from transfer.flags import LIFELINE_ENV
 
 START_TIMEOUT_S = 600.0
@@ -148,7 +150,8 @@ def report_traces(
 def started_server(arguments: list[str]) -> Iterator[Server]:
     """Run `kvferry up` with these arguments on a free port until the block ends.
 
-    Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S.
+    Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S, and
+    ConfigError when it refuses the arguments, a file or this machine.
     """
     server = free_address()
     command = [*words_of("serving.launch"), "up", *arguments]
@@ -163,7 +166,7 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
         )
         try:
             if not wait_ready(server, process, START_TIMEOUT_S):
-                raise not_ready(" ".join(command), log)
+                raise not_ready(" ".join(command), log, process.poll())
             yield server
         finally:
             process.terminate()
@@ -190,11 +193,15 @@ def free_address() -> Server:
         return Server(*probe.getsockname())
 
 
-def not_ready(name: str, log: IO[bytes]) -> NoServer:
-    """The error for a server that is not ready in time, with the end of its log."""
+def not_ready(name: str, log: IO[bytes], code: int | None = None) -> NoServer | ConfigError:
+    """The error for a server that is not ready in time, with the end of its log.
+
+    code: the exit status of one of ours that has ended.
+    """
     log.seek(0)
     tail = log.read()[-2000:].decode(errors="replace")
-    return NoServer(f"{name} did not become ready:\n{tail}")
+    kind = ConfigError if code == EXIT_CONFIG else NoServer
+    return kind(f"{name} did not become ready:\n{tail}")
 
 
 def wait_ready(server: Server, process: subprocess.Popen[bytes], timeout_s: float) -> bool:

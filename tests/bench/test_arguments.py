@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from bench.arguments import API_KEY_ENV, server_args
-from bench.cli import add_subcommands
+from bench.cli import add_subcommands, main
 from transfer.flags import Parser
 
 
@@ -74,6 +74,13 @@ def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
 def test_flags_of_a_server_that_cannot_be_are_refused(text: str, message: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         server_args(text)
+
+
+def test_flags_that_the_server_refuses_end_the_benchmark_as_they_end_the_server(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--server-args=--prefill 0"]) == 2
+    assert "did not become ready:\nkvferry up: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["kernels", "transfer", "serve", "frontend", "routing"])

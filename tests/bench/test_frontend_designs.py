@@ -301,5 +301,5 @@ def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_
 @pytest.mark.timeout(60)
 def test_a_server_that_does_not_start_is_told_with_its_last_words(capsys):
     words = ("--streams", "1", "--design", "all", "--server-args=--no-such-flag")
-    assert cli.run(arguments(*words)) == 1
+    assert cli.run(arguments(*words)) == 2
     assert "unknown flag --no-such-flag" in capsys.readouterr().err
