@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from bench.arguments import API_KEY_ENV
 from bench.client import MALFORMED, Server, Trace, get_json, stream_completion
 from bench.dummy_model import flags_of, write_model
 from bench.endings import lifeline, words_of
@@ -147,13 +148,14 @@ def report_traces(
 
 
 @contextlib.contextmanager
-def started_server(arguments: list[str]) -> Iterator[Server]:
+def started_server(arguments: list[str], api_key: str = "") -> Iterator[Server]:
     """Run `kvferry up` with these arguments on a free port until the block ends.
 
+    api_key: the key that it asks for, whatever key the environment has; empty for none.
     Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S, and
     ConfigError when it refuses the arguments, a file or this machine.
     """
-    server = free_address()
+    server = replace(free_address(), api_key=api_key)
     command = [*words_of("serving.launch"), "up", *arguments]
     command += ["--host", server.host, "--port", str(server.port)]
     with tempfile.TemporaryFile() as log, lifeline() as fd:
@@ -162,7 +164,7 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(fd,),
-            env=os.environ | {LIFELINE_ENV: str(fd)},
+            env=os.environ | {LIFELINE_ENV: str(fd), API_KEY_ENV: api_key},
         )
         try:
             if not wait_ready(server, process, START_TIMEOUT_S):
@@ -364,9 +366,8 @@ def _started(args: argparse.Namespace, report: Report, case: str) -> Iterator[tu
             more = ["--model-path", args.model_path]
         said = f"up {shlex.join([*arguments, *more])}".strip().replace(f"{parent}/", "")
         start_s = time.perf_counter()
-        with started_server([*arguments, *more]) as started:
+        with started_server([*arguments, *more], args.api_key) as server:
             ready_s = time.perf_counter() - start_s
-            server = replace(started, api_key=args.api_key)
             name_devices(report, server)
             report.add(case, "ready", ready_s, "s", shapes={"server": said})
             yield server, said

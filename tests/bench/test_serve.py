@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import io
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
 from bench import serve
+from bench.arguments import API_KEY_ENV
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
 from bench.serve import NoServer, Slo, devices_of, load, parse_url, report_traces, run_workload
@@ -32,6 +34,7 @@ USAGE = {
         "prompt_tokens_details": {"cached_tokens": 2},
     },
 }
+_SHOWS_ITS_KEY = "import os; print('the key is', repr(os.environ['KVFERRY_API_KEY']))"
 FRAMES = [
     event("a"),
     event("b"),
@@ -238,6 +241,19 @@ def test_servers_start_at_once_and_end_when_one_of_them_does_not_start(monkeypat
     assert sorted(ended) == ["a", "b"]
     with pytest.raises(NoServer, match="bad"), serve.started_servers([["c"], ["bad"]]):
         pass
+
+
+@pytest.mark.parametrize("key", ["", "told"])
+def test_a_server_that_was_started_has_the_key_that_the_load_sends(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(API_KEY_ENV, "of-the-environment")
+    monkeypatch.setattr(serve, "words_of", lambda _: [sys.executable, "-c", _SHOWS_ITS_KEY])
+    with pytest.raises(NoServer, match=f"the key is {key!r}"), serve.started_server([], key):
+        pass
+    monkeypatch.setattr(serve, "wait_ready", lambda *_: True)
+    with serve.started_server([], key) as server:
+        assert server.api_key == key
 
 
 def test_only_plain_http_addresses_are_taken():

@@ -40,12 +40,12 @@ class Recorded:
         return serve.run(parsed(*argv), self.report)
 
     @contextlib.contextmanager
-    def _start(self, arguments: list[str]) -> Iterator[Server]:
+    def _start(self, arguments: list[str], api_key: str) -> Iterator[Server]:
         self.started.append(arguments)
         if "--model-path" in arguments:
             folder = Path(arguments[arguments.index("--model-path") + 1])
             self.files = {file.name for file in folder.glob("*")}
-        yield Server("127.0.0.1", 1)
+        yield Server("127.0.0.1", 1, api_key)
 
     def _load(
         self, report: Report, server: Server, case: str, config: WorkloadConfig, *more: object
