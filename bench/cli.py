@@ -110,7 +110,9 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     served = parser.add_mutually_exclusive_group()
     served.add_argument("--url", help="URL of the server to load; without it one is started")
-    served.add_argument("--model-path", help="checkpoint folder of the server to start")
+    served.add_argument(
+        "--model-path", type=flags.path, help="checkpoint folder of the server to start"
+    )
     served.add_argument(
         "--shape",
         choices=sorted(WRITABLE),
@@ -176,7 +178,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model-path", default=str(demo_model_path()), help="folder of the tokenizer"
+        "--model-path", type=flags.path, default=demo_model_path(), help="folder of the tokenizer"
     )
     parser.add_argument(
         "--server-args",

@@ -33,8 +33,7 @@ _FLOOR_PIECE_BYTES = 200  # where no real design has been measured before the fl
 def run(args: argparse.Namespace, report: Report) -> int:
     """Measure all cases. Raises ValueError for arguments, NoServer or Failed."""
     cases = cases_of(args)
-    model_path = Path(args.model_path)
-    ids, texts = tokens_of(model_path)
+    ids, texts = tokens_of(args.model_path)
     pythons = {name: getattr(args, f"{name}_python") for name in PEER_NAMES}
     for peer in sorted({d.name for case in cases for d in case.designs if d.is_peer}):
         report.surroundings.versions[peer] = version_in(pythons[peer], peer)
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace, report: Report) -> int:
         for _, some in groupby(cases, key=lambda case: case.cell.num_streams):
             same_streams = list(some)
             designs = list(dict.fromkeys(d for case in same_streams for d in case.designs))
-            words = designs, model_path, ids, texts, args.server_args, pythons
+            words = designs, args.model_path, ids, texts, args.server_args, pythons
             with targets(*words) as ready:
                 bench = _Bench(ready, Path(name) / "received.npy", args.tokens)
                 for case in same_streams:

@@ -254,12 +254,16 @@ def devices_of(server: Server) -> str:
 
 def parse_url(url: str, api_key: str) -> Server:
     """A server from http://host:port. Raises ValueError for anything else."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"--url must be http://host:port, got {url!r}: {error}") from error
+    if parts.scheme != "http" or not parts.hostname or port == 0:
         raise ValueError(f"--url must be http://host:port, got {url!r}")
     if parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"--url must be http://host:port and nothing else, got {url!r}")
-    return Server(parts.hostname, parts.port or 80, api_key)
+    return Server(parts.hostname, port or 80, api_key)
 
 
 def load(
@@ -363,7 +367,7 @@ def _started(args: argparse.Namespace, report: Report, case: str) -> Iterator[tu
             write_model(shape, folder)
             more = flags_of(shape, folder)
         elif args.model_path:
-            more = ["--model-path", args.model_path]
+            more = ["--model-path", str(args.model_path)]
         said = f"up {shlex.join([*arguments, *more])}".strip().replace(f"{parent}/", "")
         start_s = time.perf_counter()
         with started_server([*arguments, *more], args.api_key) as server:

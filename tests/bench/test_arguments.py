@@ -55,6 +55,15 @@ def test_the_key_of_a_server_may_come_from_the_environment(
 
 
 @pytest.mark.parametrize("command", ["serve", "frontend"])
+def test_a_model_without_a_name_is_not_the_demo_model(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(command, "--model-path=")
+    assert "argument --model-path: expected a path, got ''" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "frontend"])
 def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
     assert parsed(command).server_args == []
     args = parsed(command, "--server-args", "--model-path 'my models/a' --colocated")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -259,8 +260,14 @@ def test_a_server_that_was_started_has_the_key_that_the_load_sends(
 def test_only_plain_http_addresses_are_taken():
     assert parse_url("http://localhost:8000", "k") == Server("localhost", 8000, "k")
     assert parse_url("http://localhost/", "") == Server("localhost", 80)
-    with pytest.raises(ValueError, match="http://host:port"):
-        parse_url("localhost:8000", "")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://a:0", "http://a:70000", "http://[::1"])
+def test_an_address_that_is_none_is_refused_with_what_came(url: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"--url must be http://host:port, got {re.escape(repr(url))}"
+    ):
+        parse_url(url, "")
 
 
 @pytest.mark.parametrize("rest", ["/v1", "/v1/", "?a=b", "#a"])
