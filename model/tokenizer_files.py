@@ -83,8 +83,9 @@ def eos_ids(config: ModelConfig, eos_id: int | None) -> tuple[int, ...]:
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
+    text = read_text(file)
     try:
-        value = json.loads(read_text(file))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is no JSON: {one_line(error)}") from error
     if not isinstance(value, dict):

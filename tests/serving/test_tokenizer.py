@@ -174,7 +174,7 @@ def test_truncation_and_padding_left_in_the_file_are_off(folder, tokenizer):
 def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
     file = folder / name
     file.unlink()
-    with pytest.raises(TokenizerError, match=name):
+    with pytest.raises(TokenizerError, match=f"^cannot read .*{name}: "):
         Tokenizer.from_dir(folder)
     for content in (b"{not json", b"[]", b"\xff\xfe", b"", b'{"model": {\n}}'):
         file.write_bytes(content)
