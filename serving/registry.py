@@ -37,6 +37,8 @@ class RegistryConfig:
     max_routes: int = MAX_ROOMS
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")
         check_port(self, "routes_port")
         if self.lease_ttl_s < 2 * HEARTBEAT_S:
             raise ConfigError(

@@ -332,6 +332,7 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
             "--max-frame-bytes must be at most 2147483648",
         ),
         (ServeConfig, {"host": ""}, "--host must not be empty; 0.0.0.0 stands for every address"),
+        (RegistryConfig, {"host": ""}, "--host must not be empty; 0.0.0.0 stands for every"),
         (DecodeConfig, {"host": ""}, "--host must not be empty: peers reach this worker by it"),
         (ServeConfig, {"port": 70000}, "--port must be 0 to 65535, got 70000"),
         (ServeConfig, {"queue_timeout_s": 0.0}, "--queue-timeout must be above 0, got 0.0"),
