@@ -26,6 +26,7 @@ from bench.floors import (
     step_key_bytes,
 )
 from bench.shapes import Shape
+from decode.config import MAX_SLOTS
 from decode.rings import first_seen
 from model.buckets import check_page_size, pages_for, touched_pages
 from model.config import FP8, ModelConfig
@@ -34,12 +35,14 @@ from model.errors import ModelError
 from model.params import Leaf, param_leaves
 from model.sharding import Dims, abstract_mesh, kv_spec
 from transfer import flags, terminal
-from transfer.checks import above_zero, at_least
+from transfer.checks import above_zero, at_least, at_most
 from transfer.errors import ConfigError
-from transfer.worker_config import check_experts
+from transfer.worker_config import check_devices, check_experts
 
 ROLES: Final = ("prefill", "decode")
+_LEAST, _MOST = 1e-6, 1e9  # of a device's figures: beyond, times would be 0 or without end
 _SLOTS: Final = 256  # of a rank: the default of workers on accelerators
+_PROMPTS: Final = 8  # of a chunk: the default of prefill workers
 STEPS: Final = (1, 16, 64, 256)  # slots of a rank for which steps are listed, if they fit
 
 
@@ -61,6 +64,7 @@ class GroupConfig:
         for name in ("tp_size", "ep_size", "dp_size", "page_size"):
             at_least(self, name, 1)
         at_least(self, "ep_num_redundant_experts", 0)
+        check_devices(self.tp_size, self.dp_size)
         check_experts(self.ep_size, self.tp_size, self.dp_size)
         if not 0.0 < self.mem_fraction_static <= 1.0:
             got = self.mem_fraction_static
@@ -83,9 +87,13 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         at_least(self, "max_running_requests", 0)
+        at_most(self, "max_running_requests", MAX_SLOTS)
         for name in vars(self):
             if name not in ("model_path", "max_running_requests"):
                 above_zero(self, name)
+        for name in ("device_memory_gib", "copy_gb", "matmul_tflop", "link_gb"):
+            at_least(self, name, _LEAST)
+            at_most(self, name, _MOST)
 
     @property
     def ceilings(self) -> Ceilings:
@@ -258,12 +266,15 @@ def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
 def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
     """The plan as lines. A prompt longer than a chunk is computed as if it were one chunk.
 
-    Raises ModelError if the pages of the two differ, or a request is too long or does not fit.
+    Raises ModelError if the pages of the two differ or do not divide a chunk, or if a request is
+    too long or does not fit.
     """
     for what in ("page_size", "page_dtype"):
         one, other = (getattr(group.shape, what) for group in (prefill, decode))
         if one != other:
             raise ModelError(f"{what} differs: prefill has {one}, decode has {other}")
+    page_size = prefill.shape.page_size
+    check_page_size(page_size, plan.chunked_prefill_size, page_size)
     cfg, whole = prefill.shape.cfg, plan.request_tokens
     if whole > cfg.max_position_embeddings:
         raise ModelError(f"{whole} tokens are above the model's {cfg.max_position_embeddings}")
@@ -279,7 +290,7 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
 def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
     ceilings = plan.ceilings
     packed = max(1, plan.chunked_prefill_size // plan.input_tokens)
-    packed = min(packed, prefill.requests(plan.input_tokens))
+    packed = min(packed, prefill.requests(plan.input_tokens), _PROMPTS)
     alone_s = prefill.chunk_s(plan.input_tokens, 1, ceilings)
     taken = packed * prefill.config.dp_size / prefill.chunk_s(plan.input_tokens, packed, ceilings)
     sent = decode.sent_bytes(plan.input_tokens)

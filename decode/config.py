@@ -8,6 +8,8 @@ from transfer.checks import at_least, at_most, check_port, reachable
 from transfer.errors import ConfigError
 from transfer.worker_config import ANY_PROMPT, WorkerConfig
 
+MAX_SLOTS = 8192  # every power of two up to it is compiled
+
 
 @dataclass(frozen=True)
 class DecodeConfig(WorkerConfig):
@@ -28,7 +30,7 @@ class DecodeConfig(WorkerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "max_running_requests", 0)
-        at_most(self, "max_running_requests", 8192)  # every power of two up to it is compiled
+        at_most(self, "max_running_requests", MAX_SLOTS)
         if self.max_running_requests % self.dp_size:
             raise ConfigError(
                 f"--dp-size {self.dp_size} must divide --max-running-requests "

@@ -8,13 +8,13 @@ from transfer.errors import ConfigError
 from transfer.flag_names import flag_name
 
 
-def at_least(config: Any, name: str, least: int) -> None:
+def at_least(config: Any, name: str, least: float) -> None:
     value = getattr(config, name)
     if value < least:
         raise ConfigError(f"{flag_name(name)} must be at least {least}, got {value}")
 
 
-def at_most(config: Any, name: str, most: int) -> None:
+def at_most(config: Any, name: str, most: float) -> None:
     value = getattr(config, name)
     if value > most:
         raise ConfigError(f"{flag_name(name)} must be at most {most}, got {value}")

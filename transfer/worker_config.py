@@ -76,11 +76,7 @@ class WorkerConfig:
             at_least(self, name, 0)
         at_least(self, "cpu_threads", 0)
         at_most(self, "cpu_threads", MAX_THREADS)
-        if self.dp_size * self.tp_size > MAX_DEVICES:
-            raise ConfigError(
-                f"--dp-size {self.dp_size} x --tp-size {self.tp_size}: at most {MAX_DEVICES} "
-                f"devices, got {self.dp_size * self.tp_size}"
-            )
+        check_devices(self.tp_size, self.dp_size)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
         if not self.host:
@@ -186,6 +182,15 @@ def _check_parent(flag: str, file: str) -> None:
     folder = Path(file).absolute().parent
     if not is_there(flag, folder, folder.is_dir):
         raise ConfigError(f"{flag}: {folder} is not a folder")
+
+
+def check_devices(tp_size: int, dp_size: int) -> None:
+    """Raises ConfigError if a worker would have more devices than it may."""
+    if dp_size * tp_size > MAX_DEVICES:
+        raise ConfigError(
+            f"--dp-size {dp_size} x --tp-size {tp_size}: at most {MAX_DEVICES} devices, got "
+            f"{dp_size * tp_size}"
+        )
 
 
 def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:

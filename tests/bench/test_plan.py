@@ -16,6 +16,7 @@ from model.errors import ModelError
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import stored_bytes
+from prefill.config import PrefillConfig
 from tests.cluster import environment
 from tests.model.harness import GOLDENS
 from transfer.errors import ConfigError
@@ -184,6 +185,13 @@ def test_the_number_of_workers_follows_from_the_slower_role() -> None:
     assert "prefill, 1.0 decode" in longer[-2]
 
 
+def test_a_chunk_has_no_more_prompts_than_a_prefill_worker_packs() -> None:
+    group = plan_group(QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16"), 139.0)
+    told = "\n".join(report(dataclasses.replace(PLAN, input_tokens=64), group, group))
+    assert f"chunks of {PrefillConfig.max_seqs_per_chunk} prompt(s)" in told
+    assert f"{8 / group.chunk_s(64, 8, H200):,.1f} prompts/s" in told
+
+
 def test_slots_are_of_all_ranks_as_those_of_a_worker() -> None:
     cfg = QWEN3_30B_A3B.cfg
     group = plan_group(cfg, GroupConfig(dtype="bfloat16", dp_size=4), 139.0)
@@ -218,6 +226,11 @@ def test_what_does_not_fit_is_refused(
         (GroupConfig, {"mem_fraction_static": 0.0}, "--mem-fraction-static must be in (0, 1]"),
         (PlanConfig, {"output_tokens": 0}, "--output-tokens must be above 0, got 0"),
         (PlanConfig, {"max_running_requests": -1}, "--max-running-requests must be at least 0"),
+        (PlanConfig, {"max_running_requests": 9000}, "--max-running-requests must be at most 8192"),
+        (GroupConfig, {"tp_size": 2048}, "--tp-size 2048: at most 1024 devices, got 2048"),
+        (PlanConfig, {"copy_gb": 1e300}, "--copy-gb must be at most 1000000000.0, got 1e+300"),
+        (PlanConfig, {"link_gb": 1e-320}, "--link-gb must be at least 1e-06, got 1e-320"),
+        (PlanConfig, {"device_memory_gib": 1e300}, "--device-memory-gib must be at most"),
         (PlanConfig, {"link_gb": -1.0}, "--link-gb must be above 0, got -1.0"),
         (PlanConfig, {"copy_gb": float("nan")}, "--copy-gb must be above 0, got nan"),
     ],
@@ -241,6 +254,8 @@ def test_pages_that_differ_and_requests_too_long_are_refused() -> None:
         report(PLAN, one, narrow)
     with pytest.raises(ModelError, match="50256 tokens are above the model's 40960"):
         report(dataclasses.replace(PLAN, input_tokens=50_000), one, one)
+    with pytest.raises(ModelError, match="--page-size 64 does not divide --chunked-prefill-size 1"):
+        report(dataclasses.replace(PLAN, chunked_prefill_size=100), one, one)
     small = dataclasses.replace(one, num_pages=19)  # 20 pages of 64 tokens would be needed
     with pytest.raises(ModelError, match="no request of 1280 tokens fits the pages of decode"):
         report(PLAN, one, small)
