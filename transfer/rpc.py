@@ -483,7 +483,10 @@ def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and otherwise is RpcError:
             raise Incompatible(f"{what}: that process does not take this call") from error
         kind = _ERRORS.get(error.code(), otherwise)
-        raise kind(f"{what}: {error.details()}") from error
+        told = error.details()
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            told = "a process of another kind is at this address"  # gRPC: "Method not found!"
+        raise kind(f"{what}: {told}") from error
     except asyncio.CancelledError:
         # gRPC raises it in the calls of a channel that is closed, too: is it meant for the caller?
         task = asyncio.current_task()

@@ -200,6 +200,14 @@ async def test_a_malformed_message_is_refused_by_name() -> None:
             await client.call("Echo", wire.Load(), wire.AbortBatch, PATIENCE_S)
 
 
+async def test_a_process_that_takes_other_calls_is_said_to_be_of_another_kind() -> None:
+    """As a worker is whose address is given as the registry's."""
+    async with served(an_echo_server()) as client:
+        told = f"^Register at {client.address}: a process of another kind is at this address$"
+        with pytest.raises(RpcError, match=told):
+            await client.call("Register", wire.Empty(), wire.Empty, PATIENCE_S)
+
+
 async def test_nobody_there_is_unavailable_within_the_time() -> None:
     server = an_echo_server()
     port = await server.start("127.0.0.1", 0)
