@@ -148,13 +148,15 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
             f"{ANY_PROMPT} too, or --colocated instead; got {local}"
         )
     shared = {field.name for field in fields(WorkerConfig)}
-    for field in fields(roles["prefill"]):
-        for name in (field.name, f"prefill_{field.name}"):
-            if name in args and name not in shared:
-                asked = "--colocated" if args.colocated else "--prefill 0"
-                raise ConfigError(
-                    f"{flag_name(name)} is for prefill, and {asked} starts no prefill group"
-                )
+    names = [name for x in fields(roles["prefill"]) for name in (x.name, f"prefill_{x.name}")]
+    given = [name for name in names if name in args and name not in shared]
+    if args.prefill_policy != ServeConfig.prefill_policy:
+        given.append("prefill_policy")
+    if given:
+        asked = "--colocated" if args.colocated else "--prefill 0"
+        raise ConfigError(
+            f"{flag_name(given[0])} is for prefill, and {asked} starts no prefill group"
+        )
 
 
 def _refuse_one_file_for_several(

@@ -69,6 +69,10 @@ def test_prefill_is_started_otherwise(argv: tuple[str, ...], count: int) -> None
             "--max-seqs-per-chunk is for prefill, and --colocated starts no prefill group",
         ),
         (
+            "--colocated --prefill-policy cache_aware",
+            "--prefill-policy is for prefill, and --colocated starts no prefill group",
+        ),
+        (
             "--prefill 0 --local-prefill-tokens -1 --load-balance-method total_tokens",
             "--load-balance-method is for prefill, and --prefill 0 starts no prefill group",
         ),
