@@ -85,8 +85,10 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
         return _run_inside(args.only[0], args, Allowance(clock() + args.limit_s, clock))
     path = args.json or RESULTS
     try:
+        if args.json is not None:
+            args.json.open("a", encoding="utf-8").close()
         known = len(_rows(path))
-    except BadRows as error:
+    except (BadRows, OSError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         args.scratch = Path(folder) / "rows.jsonl"

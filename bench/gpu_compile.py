@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from bench.arguments import at_least
 from bench.endings import exit_with
 from bench.hlo import count
 from bench.report import Report
@@ -65,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shape", action="append", choices=GPU_SHAPES, help="may be repeated")
     parser.add_argument(
-        "--slots", action="append", type=int, help="slots of a step; may be repeated"
+        "--slots", action="append", type=at_least(1), help="slots of a step; may be repeated"
     )
     parser.add_argument(
-        "--chunk", action="append", type=int, help="tokens of a chunk; may be repeated"
+        "--chunk", action="append", type=at_least(1), help="tokens of a chunk; may be repeated"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="write compiled programs here")
@@ -80,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu_compile: {error}", file=sys.stderr)
         return 2
     surroundings = replace(describe(with_jax=False), device=f"compiled for {device.device_kind}")
-    report = Report("gpu_compile", surroundings, 0, args.json)
+    try:
+        report = Report("gpu_compile", surroundings, 0, args.json)
+    except OSError as error:
+        parser.error(f"--json: {error}")
     for name in args.shape or GPU_SHAPES:
         shape = SHAPES[name]
         bench = CompileBench(report, shape, device, args.text)

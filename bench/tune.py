@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.arguments import at_least
 from bench.endings import exit_with
 from bench.floors import Ceilings
 from bench.kernels import KernelBench
@@ -84,10 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=tuned.TABLE, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
-    parser.add_argument("--budget-s", type=float, default=0.03, help="seconds to time one product")
+    parser.add_argument(
+        "--budget-s",
+        type=at_least(0.001, float),
+        default=0.03,
+        help="seconds to time one product",
+    )
     args = parser.parse_args(argv)
-    report = Report("tune", describe(with_jax=True), 0, args.json)
-    lines = list(tuned.read(args.out if args.out.exists() else tuned.TABLE))
+    if not os.access(args.out if args.out.exists() else args.out.parent, os.W_OK):
+        parser.error(f"--out {args.out}: cannot be written")  # now, and not when it is measured
+    try:
+        report = Report("tune", describe(with_jax=True), 0, args.json)
+        lines = list(tuned.read(args.out if args.out.exists() else tuned.TABLE))
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(f"a file that cannot be used: {error}")
     for name in args.shape:
         bench = KernelBench(report, shallow(SHAPES[name]), Ceilings(1.0, 1.0), args.budget_s)
         try:

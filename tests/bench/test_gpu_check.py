@@ -128,6 +128,9 @@ def test_a_file_that_rows_cannot_be_read_from_is_refused_before_anything_runs(
     with pytest.raises(SystemExit):
         runs.main("--json", str(tmp_path / "notes.txt"))
     assert "notes.txt:1: not a row" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        runs.main("--json", str(tmp_path / "nowhere" / "rows.jsonl"))
+    assert "No such file or directory" in capsys.readouterr().err
     assert not runs.seen
 
 

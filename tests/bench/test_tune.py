@@ -128,6 +128,25 @@ def test_tiles_that_do_not_compile_or_give_other_numbers_are_left_out(which, mon
         tuning._time(work._replace(function=spoiled), [others[1]])
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--out {}/nowhere/table.json", "--out {}/nowhere/table.json: cannot be written"),
+        ("--json {}/nowhere/rows.jsonl", "a file that cannot be used: [Errno 2]"),
+        ("--out {}/notes.txt", "a file that cannot be used: "),
+        ("--budget-s nan", "argument --budget-s: must be finite, got nan"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_measured(
+    argv, message, capsys, tmp_path
+):
+    (tmp_path / "notes.txt").write_text("no table", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        tune.main(["--shape", "demo-moe", *argv.format(tmp_path).split()])
+    assert ended.value.code == 2
+    assert message.format(tmp_path) in capsys.readouterr().err
+
+
 def test_where_experts_are_not_multiplied_in_tiles_nothing_is_tuned(capsys, tmp_path):
     assert tune.main(["--shape", "demo-moe", "--out", str(tmp_path / "table.json")]) == 2
     assert "tune: experts are multiplied in tiles on GPUs alone" in capsys.readouterr().err
