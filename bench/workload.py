@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 _WARM_UP_SEEDS = 1 << 32
+_MOST = (1 << 31) - 1  # servers count in int32
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,14 @@ class WorkloadConfig:
     repeat_token: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "input_tokens", "output_tokens", "concurrency"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_requests", "input_tokens", "output_tokens", "concurrency", "vocab_size"):
+            flag, least = name.replace("_", "-"), 2 if name == "vocab_size" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"--{flag} must be at least {least}, got {getattr(self, name)}")
+            if getattr(self, name) > _MOST:
+                raise ValueError(f"--{flag} must be at most {_MOST}, got {getattr(self, name)}")
+        if self.repeat_token is not None and not 0 <= self.repeat_token <= _MOST:
+            raise ValueError(f"--repeat-token must be in [0, {_MOST}], got {self.repeat_token}")
         if not 0.0 <= self.spread < 1.0:
             raise ValueError(f"--spread must be in [0, 1), got {self.spread}")
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
@@ -45,8 +50,6 @@ class WorkloadConfig:
                 f"--shared-prefix-tokens must be in [0, {self.input_tokens}], "
                 f"got {self.shared_prefix_tokens}"
             )
-        if self.vocab_size < 2:
-            raise ValueError(f"--vocab-size must be at least 2, got {self.vocab_size}")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,10 @@ def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
         ({"rate_per_s": math.nan}, "--rate must be above 0 and finite, got nan"),
         ({"shared_prefix_tokens": 513}, "--shared-prefix-tokens must be in"),
         ({"vocab_size": 1}, "--vocab-size must be at least 2, got 1"),
+        ({"num_requests": 10**20}, "--num-requests must be at most 2147483647, got 1000"),
+        ({"input_tokens": 10**20}, "--input-tokens must be at most 2147483647, got 1000"),
+        ({"vocab_size": 1 << 31}, "--vocab-size must be at most 2147483647, got 2147483648"),
+        ({"repeat_token": -5}, r"--repeat-token must be in \[0, 2147483647\], got -5"),
     ],
 )
 def test_a_config_that_makes_no_sense_names_its_flag(bad, message):
