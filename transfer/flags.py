@@ -34,6 +34,7 @@ NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
 MIN_TOKEN_CHARS = 16
+_MOST = (1 << 63) - 1
 
 _orphaned: list[Callable[[], None]] = []  # callbacks of when_orphaned
 
@@ -127,7 +128,7 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return {"type": _texts, "metavar": "JSON"}
     if isinstance(hint, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
-    read = {float: _finite, Path: path}.get(hint, hint)
+    read = {int: _whole, float: _finite, Path: path}.get(hint, hint)
     return {"type": read, "metavar": hint.__name__.upper()}
 
 
@@ -135,11 +136,12 @@ def _number_or_word(hint: Any) -> dict[str, Any]:
     """Options for a number or one of a few words: int | Literal["auto"]."""
     number, literal = get_args(hint)
     words = get_args(literal)
+    assert number is int, hint
 
     def read(text: str) -> Any:
         try:
-            return text if text in words else number(text)
-        except ValueError:
+            return text if text in words else _whole(text)
+        except argparse.ArgumentTypeError:
             message = f"expected {' or '.join(words)} or a number, got {text!r}"
             raise argparse.ArgumentTypeError(message) from None
 
@@ -163,6 +165,17 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return Path(text)
+
+
+def _whole(text: str) -> int:
+    """An int of 64 bits: messages and answers, in which flags are repeated, hold no larger ones."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = _MOST + 1
+    if not -_MOST <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
+    return value
 
 
 def _finite(text: str) -> float:

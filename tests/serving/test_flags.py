@@ -201,6 +201,7 @@ def parse_front(*argv: str) -> ServeConfig:
         (["--decode-page-size=16"], "unknown flag --decode-page-size; did you mean --page-size? ("),
         (["--page", "16"], "unknown flag --page; did you mean --page-size? ("),
         (["--tp-size", "two"], "argument --tp-size: invalid int value: 'two' ("),
+        (["--max-total-tokens=9223372036854775808"], "invalid int value: '9223372036854775808' ("),
         (["--mem-fraction-static", "half"], "argument --mem-fraction-static: invalid float value"),
         (["--stall-timeout", "nan"], "argument --stall-timeout: invalid float value: 'nan' ("),
         (["--stall-timeout=inf"], "argument --stall-timeout: invalid float value: 'inf' ("),
