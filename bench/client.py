@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from transfer.ports import host_port
+
 READ_LIMIT_BYTES = 1 << 20
 # A blank line. Atomic groups keep one "\r\n" from counting as two line ends.
 _FRAME_END = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
@@ -81,11 +83,16 @@ class Server:
     port: int
     api_key: str = ""
 
+    @property
+    def address(self) -> str:
+        """Host and port as one."""
+        return host_port(self.host, self.port)
+
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """An HTTP/1.1 request that asks the server to close afterwards."""
         lines = [
             f"{method} {path} HTTP/1.1",
-            f"Host: {self.host}:{self.port}",
+            f"Host: {self.address}",
             "Connection: close",
             "Accept: */*",
         ]

@@ -230,7 +230,7 @@ def served_model(server: Server) -> str:
             raise NoServer(f"/v1/models answered {status}: give the server's key as --api-key")
         return str(body["data"][0]["id"])
     except OSError as error:
-        raise NoServer(f"{server.host}:{server.port} does not answer: {error}") from error
+        raise NoServer(f"{server.address} does not answer: {error}") from error
     except MALFORMED as error:
         raise NoServer(f"/v1/models answered {status} without a model") from error
 

@@ -14,6 +14,11 @@ WHOLE = b"".join(FRAMES)
 CRLF = WHOLE.replace(b"\n", b"\r\n")
 
 
+def test_an_ipv6_host_has_its_brackets_in_a_request() -> None:
+    assert b"\r\nHost: [::1]:80\r\n" in Server("::1", 80).request("GET", "/")
+    assert b"\r\nHost: a:80\r\n" in Server("a", 80).request("GET", "/")
+
+
 @pytest.mark.parametrize(
     "whole",
     [
