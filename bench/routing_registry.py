@@ -12,6 +12,7 @@ import os
 import random
 import secrets
 import subprocess
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ import numpy as np
 from bench import routing_floor
 from bench.endings import words_of
 from bench.report import Report
+from bench.serve import not_ready
 from transfer import wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import SYSTEM_CLOCK
@@ -38,11 +40,11 @@ _WORKER = "prefill-of-the-benchmark"
 
 
 class Failed(RuntimeError):
-    """The registry did not start, or did not pass on what it was told."""
+    """The registry did not pass on what it was told."""
 
 
 def run(report: Report, seconds: float) -> None:
-    """Add rows for each number of rooms per turn. Raises Failed."""
+    """Add rows for each number of rooms per turn. Raises Failed, NoServer or ConfigError."""
     for per_turn in PER_TURN:
         seen_s, num_messages = asyncio.run(_measure(per_turn, seconds, report.seed))
         shapes = {"rooms_per_s": ROOMS_PER_S, "rooms_per_turn": per_turn, "seconds": seconds}
@@ -147,25 +149,29 @@ class _Cluster:
 
 @contextlib.contextmanager
 def _registry(token: str) -> Iterator[str]:
-    """The address of a registry that runs during the block. Raises Failed if it does not start."""
+    """The address of a registry that runs during the block.
+
+    Raises NoServer, or ConfigError, with the end of its log if it does not start.
+    """
     reading, writing = os.pipe()
     command = [*words_of("serving.launch"), "registry"]
-    process = subprocess.Popen(
-        [*command, "--disaggregation-bootstrap-port=0"],
-        env=os.environ | {TOKEN_ENV: token, NOTIFY_ENV: str(writing)},
-        pass_fds=[writing],
-        stderr=subprocess.DEVNULL,
-    )
-    os.close(writing)
-    try:
-        with os.fdopen(reading) as pipe:
-            told = pipe.read()  # until the registry closes its end, or dies
-        if not told:
-            raise Failed(f"the registry ended with {process.wait()}")
-        yield json.loads(told)["address"]
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, "--disaggregation-bootstrap-port=0"],
+            env=os.environ | {TOKEN_ENV: token, NOTIFY_ENV: str(writing)},
+            pass_fds=[writing],
+            stderr=log,
+        )
+        os.close(writing)
+        try:
+            with os.fdopen(reading) as pipe:
+                told = pipe.read()  # until the registry closes its end, or dies
+            if not told:
+                raise not_ready("the registry", log, process.wait())
+            yield json.loads(told)["address"]
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _info() -> wire.WorkerInfo:

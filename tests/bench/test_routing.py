@@ -25,6 +25,7 @@ from bench.routing_cost import (
 from bench.routing_sim import Simulation, Way
 from bench.surroundings import Surroundings
 from prefill.balancer import METHODS
+from transfer.errors import ConfigError
 
 COST = ChunkCost(call_s=1.0, token_s=0.001, pair_s=0.0)
 
@@ -147,3 +148,10 @@ def test_the_registry_tells_every_room_over_real_sockets() -> None:
     assert len(cases) == len(routing_registry.PER_TURN)
     assert len(report.rows) == 3 * len(cases)
     assert all(row.value > 0 for row in report.rows)
+
+
+def test_a_registry_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_LOG_LEVEL", "loud")
+    report = Report("routing", Surroundings("abc", "cpu", {}), 7, None, io.StringIO())
+    with pytest.raises(ConfigError, match="kvferry registry: KVFERRY_LOG_LEVEL is 'loud'"):
+        routing_registry.run(report, seconds=0.2)
