@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.frontend_designs import DESIGNS
-from bench.frontend_plan import Cell, Dialect
+from bench.frontend_plan import MOST_STREAMS, Cell, Dialect
 
 STREAMS = (64, 256, 1024, 2048)
 INTERVALS = (1, 8)
@@ -161,6 +161,9 @@ def _check(args: argparse.Namespace) -> None:
         for value in getattr(args, name) or ():
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
+    for value in args.streams or ():
+        if value > MOST_STREAMS:
+            raise ValueError(f"--streams must be at most {MOST_STREAMS}, got {value}")
 
 
 def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple[Design, ...]:

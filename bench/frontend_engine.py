@@ -18,6 +18,7 @@ import numpy as np
 from bench.frontend_plan import (
     CONTEXT_LENGTH,
     HOST,
+    MOST_STREAMS,
     REQUESTED,
     STEP,
     Cell,
@@ -34,7 +35,9 @@ from transfer.rpc import RpcServer, Security
 
 _SIGN_OF_LIFE_S = 0.5
 _LEASE_TTL_S = 60.0  # long: workers die with their registry, so only a stalled host could end one
-_LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
+_LOAD = wire.Load(
+    pages_total=1 << 20, pages_free=1 << 20, slots_total=MOST_STREAMS, slots_free=MOST_STREAMS
+)
 
 
 class Worker:

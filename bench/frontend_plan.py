@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 HOST = "127.0.0.1"  # where all processes listen
 CONTEXT_LENGTH = 4096  # of the model that engines stand in for
+MOST_STREAMS = 4096  # at once: slots of the engine, and requests that a server admits
 TOKEN_CHARS = 5
 STEER = struct.Struct("<q")  # engine to client: tell me when you hold this many events
 STEP = struct.Struct("<ii")  # engine to floor: token index, number of streams; then i32 each

@@ -21,7 +21,7 @@ from bench.client import Server
 from bench.endings import deaf_children, lifeline, words_of
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
-from bench.frontend_plan import HOST
+from bench.frontend_plan import HOST, MOST_STREAMS
 from bench.serve import NoServer, not_ready, parse_url, wait_ready
 from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
@@ -281,7 +281,7 @@ def _command(
 ) -> tuple[str, ...]:
     """The arguments of `python -m` for a server."""
     shared = ["--model-path", str(model_path), "--registry-address", registry]
-    shared += ["--port", "0", "--max-inflight-requests", "4096"]
+    shared += ["--port", "0", "--max-inflight-requests", str(MOST_STREAMS)]
     more = more_args if design.is_product else []
     return (design.module, *shared, *more, *design.server_args)
 

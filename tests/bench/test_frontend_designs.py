@@ -120,6 +120,7 @@ def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events()
         (["--output-tokens", "1"], "--output-tokens must be at least 2, got 1"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--streams", "0"], "--streams must be at least 1, got 0"),
+        (["--streams", "5000"], "--streams must be at most 4096, got 5000"),
         (["--interval", "0"], "--interval must be at least 1, got 0"),
         (
             ["--design", "sglang"],
