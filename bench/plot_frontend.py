@@ -65,7 +65,10 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
     Raises ValueError when matplotlib is absent or there is nothing to draw, OSError for the file.
     """
-    panels = {drive: points for drive in _TITLES if (points := points_of(rows, drive))}
+    try:
+        panels = {drive: points for drive in _TITLES if (points := points_of(rows, drive))}
+    except KeyError as error:
+        raise ValueError(f"a row of the front end has no {error} in its shapes") from error
     if not panels:
         raise ValueError(
             "no rows to draw: there must be an output of design `all` in saturated or backlog "

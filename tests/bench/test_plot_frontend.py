@@ -106,6 +106,11 @@ def test_what_cannot_be_drawn_is_refused_in_a_line(tmp_path, capsys):
     results = write(tmp_path / "rows.jsonl", rows_of_two_intervals())
     assert plot(str(results), "--out", str(tmp_path / "a.png")) == 2
     assert "--out must end in .svg, got" in capsys.readouterr().err
+    of_another_version = rows_of_two_intervals()
+    del of_another_version[0].shapes["num_streams"]
+    results = write(tmp_path / "rows.jsonl", of_another_version)
+    assert plot(str(results), "--out", str(tmp_path / "a.svg")) == 2
+    assert "front end has no 'num_streams' in its shapes" in capsys.readouterr().err
     assert plot(str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "a.svg")) == 2
     assert "none.jsonl" in capsys.readouterr().err
 
