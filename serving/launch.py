@@ -43,6 +43,9 @@ def main() -> None:
         return
     if name in ABOVE:
         os.execv(sys.executable, [sys.executable, "-P", "-m", ABOVE[name], *argv[1:]])
+    if name == "test":
+        terminal.complain("kvferry: the tests are in a clone, where ./kvferry test runs them")
+        raise SystemExit(EXIT_CONFIG)
     if name not in COMMANDS:
         takes = ", ".join([*COMMANDS, *ABOVE, "test"])
         terminal.complain(f"kvferry: unknown command {name!r}; it takes {takes}")

@@ -338,6 +338,9 @@ class Case:
 WORKER = f"--model-path {MODEL} --registry-address {NOWHERE} {' '.join(SMALL)}"
 CASES = {
     "unknown command": Case("srve", "kvferry: unknown command 'srve'; it takes up, prefill, "),
+    "the tests": Case(
+        "test -q", "kvferry: the tests are in a clone, where ./kvferry test runs them"
+    ),
     "misspelt flag": Case("up --prefil-tp-size 2", "unknown flag --prefil-tp-size; did you mean"),
     "short token": Case("registry", "kvferry registry: a cluster token of at least", token="abc"),
     "no certificates": Case(
