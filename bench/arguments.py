@@ -41,6 +41,16 @@ def numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(message) from None
 
 
+def api_key(text: str) -> str:
+    """A key that a server can have: a line end, as from a file, would be one of the request."""
+    if text != text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(
+            f"it, or ${API_KEY_ENV}, must not have control characters, nor blanks or line ends "
+            "around it"
+        )
+    return text
+
+
 def server_args(text: str) -> list[str]:
     """Parse a server's flags, quoted as for a shell. The benchmark chooses where it listens."""
     try:

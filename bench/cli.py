@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.arguments import API_KEY_ENV, above_zero, at_least, numbers, server_args
+from bench.arguments import API_KEY_ENV, above_zero, api_key, at_least, numbers, server_args
 from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.routing_cost import LENGTHS
@@ -121,6 +121,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
+        type=api_key,
         default=os.environ.get(API_KEY_ENV, ""),
         help=f"key to send as a bearer token; default: ${API_KEY_ENV}",
     )

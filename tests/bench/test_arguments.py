@@ -54,6 +54,17 @@ def test_the_key_of_a_server_may_come_from_the_environment(
     assert parsed("serve", "--api-key", "told").api_key == "told"
 
 
+def test_a_key_that_no_server_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a line end, as of a file, the rest of the request's head was its body."""
+    monkeypatch.setenv("KVFERRY_API_KEY", "from-a-file\n")
+    with pytest.raises(SystemExit):
+        parsed("serve")
+    said = capsys.readouterr().err
+    assert "argument --api-key: it, or $KVFERRY_API_KEY, must not have control characters" in said
+
+
 @pytest.mark.parametrize("command", ["serve", "frontend"])
 def test_a_model_without_a_name_is_not_the_demo_model(
     command: str, capsys: pytest.CaptureFixture[str]
