@@ -480,12 +480,10 @@ def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
             raise Unavailable(f"{what}: no answer in time") from error
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED and otherwise is RpcError:
-            raise Incompatible(f"{what}: that process does not take this call") from error
-        kind = _ERRORS.get(error.code(), otherwise)
-        told = error.details()
+        kind, told = _ERRORS.get(error.code(), otherwise), error.details()
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             told = "a process of another kind is at this address"  # gRPC: "Method not found!"
+            kind = Incompatible if otherwise is RpcError else otherwise
         raise kind(f"{what}: {told}") from error
     except asyncio.CancelledError:
         # gRPC raises it in the calls of a channel that is closed, too: is it meant for the caller?

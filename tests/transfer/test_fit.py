@@ -171,7 +171,7 @@ async def test_an_address_of_another_process_ends_a_worker_as_a_misfit_does() ->
     server = RpcServer(SECURITY)  # as of a worker, given in the place of the registry
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
-        with pytest.raises(Incompatible, match=f"{address}: that process does not take this call"):
+        with pytest.raises(Incompatible, match=f"{address}: a process of another kind"):
             await ask(address, a_worker())
     finally:
         await server.stop()
