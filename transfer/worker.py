@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import signal
 import sys
 import threading
@@ -32,6 +31,7 @@ from transfer.leaving import Leaving
 from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
 from transfer.signals import on_signals
+from transfer.submits import malformed
 from transfer.watchdog import watch
 
 log = logging.getLogger(__name__)
@@ -353,9 +353,8 @@ class Worker(ABC):
             return _refuse(submit, Code.STALE, f"{submit.api_id} has no reply stream here")
         if self.leaving.draining:
             return _refuse(submit, Code.DRAINING, f"{self.worker_id()} is draining")
-        malformed = _malformed(submit)
-        if malformed:
-            return _refuse(submit, Code.BAD_REQUEST, malformed)
+        if wrong := malformed(submit):
+            return _refuse(submit, Code.BAD_REQUEST, wrong)
         return self.capacity_refusal(submit)
 
     @abstractmethod
@@ -471,32 +470,6 @@ async def _logged(task: Coroutine[Any, Any, None]) -> None:
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _malformed(submit: wire.Submit) -> str:
-    """What would crash the engine, or hold a room for ever; "" = nothing is wrong.
-
-    No API process of ours sends such a submit.
-    """
-    if submit.room < 1:
-        return f"room {submit.room}, at least 1"
-    num_tokens, rest = divmod(len(submit.token_ids), 4)
-    if rest or not 0 < submit.num_prompt_tokens <= num_tokens:
-        return f"{len(submit.token_ids)} bytes of token ids, {submit.num_prompt_tokens} of prompt"
-    if not (math.isfinite(submit.left_s) and math.isfinite(submit.age_s)):
-        return f"left_s {submit.left_s}, age_s {submit.age_s}: both must be finite"
-    sampling = submit.sampling
-    for name, got, most in (
-        ("stop_token_ids", len(sampling.stop_token_ids), wire.MAX_STOP_IDS),
-        ("logit_bias", len(sampling.logit_bias), wire.MAX_LOGIT_BIAS),
-        ("num_top_logprobs", sampling.num_top_logprobs, wire.NUM_TOP_LOGPROBS),
-        ("grammar", len(sampling.grammar.encode()), wire.MAX_GRAMMAR_BYTES),
-    ):
-        if got > most:
-            return f"{name}: {got}, at most {most}"
-    if sampling.max_new_tokens <= submit.num_generated:
-        return f"max_new_tokens: {sampling.max_new_tokens}, {submit.num_generated} generated"
-    return ""
 
 
 def _refuse(submit: wire.Submit, code: Code, message: str) -> wire.Refusal:

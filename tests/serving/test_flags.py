@@ -16,7 +16,6 @@ from prefill.config import PrefillConfig
 from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
 from serving.registry import RegistryConfig
-from serving.tokenizer import Tokenizer
 from transfer import flags, logs
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.flag_names import _ELSEWHERE, flag_name
@@ -490,10 +489,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         launch._command(name)(["--help"], f"kvferry {name}")
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: kvferry {name} ")
-
-
-def test_a_tokenizer_loads_where_up_finds_its_default_model() -> None:
-    assert Tokenizer.from_dir(up.demo_model_path()).vocab_size > 0
 
 
 def test_what_others_call_a_flag_is_told_by_a_flag_that_there_is() -> None:

@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
+from serving import up
 from serving.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
 from tests.serving.tokenizer_folders import BOS, EOS, GOLDENS, render, set_config
 
@@ -22,6 +23,10 @@ CHATS = read("chats.json")["chats"]
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.from_dir(GOLDENS)
+
+
+def test_a_tokenizer_loads_where_up_finds_its_default_model():
+    assert Tokenizer.from_dir(up.demo_model_path()).vocab_size > 0
 
 
 def test_texts_encode_to_the_recorded_ids(tokenizer):
