@@ -108,7 +108,7 @@ async def test_every_pair_of_meshes_gives_the_recorded_tokens(
         for decode_size in SIZES:
             for prompt in prompts:
                 submit = _submit(
-                    len(want), prompt["ids"], refs[f"prefill-{prefill_size}"],
+                    len(want) + 1, prompt["ids"], refs[f"prefill-{prefill_size}"],
                     refs[f"decode-{decode_size}"],
                 )  # fmt: skip
                 want[submit.room] = prompt["greedy_ids"]
