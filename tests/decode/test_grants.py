@@ -54,7 +54,7 @@ async def test_a_worker_in_the_place_of_a_dead_one_is_granted_at_once() -> None:
     sender = grants.GrantSender(SECURITY, lambda rooms, why: failed.extend(rooms))
     first = await started(0)
     sender.send(f"127.0.0.1:{ports[0]}", [a_grant(0)])
-    await until(lambda: heard == [0])
+    await until(lambda: heard == [0] and not sender._tasks)  # answered, too
     await first.stop(0.0)
     for room in range(1, 9):  # the back-off grows with each attempt to connect
         sender.send(f"127.0.0.1:{ports[0]}", [a_grant(room)])
