@@ -220,8 +220,11 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
 
 
 def _nothing(x: Float[Array, "rows a"], shape: tuple[int, int]) -> Float[Array, "b c"]:
-    """What a loop over tiles begins with: zeros that are made only once x exists."""
-    return jnp.broadcast_to(zeros_after(x[:1, :1]), shape)
+    """What a loop over tiles begins with: zeros that are made only once x exists.
+
+    Each row's are made of that row, so that one that is not finite spoils no other.
+    """
+    return jnp.broadcast_to(zeros_after(x[:, :1]), shape)
 
 
 def _start(i: Array, size: int, whole: int) -> Int32[Array, ""]:

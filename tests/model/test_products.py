@@ -144,6 +144,21 @@ def test_a_layer_of_a_stack_is_one_matrix() -> None:
     np.testing.assert_allclose(found, _expected(x, numbers), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("size", [(320, 6144), (64, 20000), (640, 6144)])
+def test_a_row_that_is_not_finite_spoils_no_other(size: tuple[int, int], rows: int) -> None:
+    """Sizes whose tiles are some of the outputs, some of the inputs, and both."""
+    draw = np.random.default_rng(8)
+    weights = jnp.asarray(draw.standard_normal(size), jnp.bfloat16)
+    matrix = Matrix(weights, None, jnp.dtype(jnp.float32), True)
+    assert matrix.tile(rows) != size
+    x = draw.standard_normal((rows, size[0])).astype(np.float32)
+    broken = x.copy()
+    broken[0] = np.inf
+    run = jax.jit(lambda x: product(x, matrix))
+    np.testing.assert_array_equal(run(broken)[1:], run(x)[1:])
+
+
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("group", [128, 512])
 @pytest.mark.parametrize(
