@@ -54,7 +54,7 @@ class Incoming(msgspec.Struct, frozen=True, gc=False):
 
 
 class Connection:
-    """Frames over one socket. Used by one thread, except for `try_send`, `wake` and `shutdown`.
+    """Frames over one socket. Used by one thread, except for what is said to be for any thread.
 
     A read or write that moves nothing for timeout_s raises PeerLost, as does the end of the
     connection.
@@ -87,6 +87,8 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
+        self._end = select.poll()  # reports an error of the socket as well, without being asked
+        self._end.register(sock, select.POLLRDHUP)
         self._closed = False
 
     # --- any thread -----------------------------------------------------------------------------
@@ -97,6 +99,12 @@ class Connection:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups
                     os.write(self._wake_write, b"x")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether either end has ended the connection, even if its last bytes are still unread."""
+        with self._lock:
+            return self._closed or bool(self._end.poll(0))
 
     def shutdown(self) -> None:
         """Make every read and write of the owning thread fail."""

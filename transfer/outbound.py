@@ -56,6 +56,11 @@ class Lane(ABC):
         """How pages travel: the name that timelines show."""
         return "tcp"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its receiver has left, though its rooms are not lost yet (any thread)."""
+        return False
+
     @abstractmethod
     def wake(self) -> None:
         """There are jobs (any thread)."""
@@ -100,8 +105,9 @@ class Sender(ABC):
     # --- prefill's calls --------------------------------------------------------------------------
 
     def open(self, grant: wire.Grant) -> None:
+        address = grant.data_address
         with self._lock:
-            if self._closed or grant.data_address in self._lanes:
+            if self._closed or any(not lane.is_over for lane in self._lanes.get(address, ())):
                 return
             # If no lane can be opened now, the first room with pages retries and gets the error.
             with contextlib.suppress(Unavailable):
@@ -174,6 +180,8 @@ class Sender(ABC):
         for lane in lanes:
             if grant.room in lane.rooms:
                 return lane
+        # A room that was lost with its lane may be tried again before the lane's thread notices.
+        lanes = [lane for lane in lanes if not lane.is_over]
         if len(lanes) < self._connections and all(lane.rooms for lane in lanes):
             try:
                 opened = self._open_lane(grant.data_address)

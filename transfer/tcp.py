@@ -91,6 +91,11 @@ class TcpLane(Lane):
         self._ask_next_s = 0.0
         self._beat_s = sender.stall_timeout_s / 3  # between two PINGs
 
+    @property
+    def is_over(self) -> bool:
+        connection = self._connection
+        return connection is not None and connection.is_over
+
     def wake(self) -> None:
         connection = self._connection
         if connection is not None and threading.current_thread() is not self.thread:
@@ -393,6 +398,9 @@ class TcpFeeder:
                 self._complaint.tell(error)
         finally:
             try:
+                if self.connection is not None:
+                    # Before its rooms are told lost: one that is tried again finds it ended.
+                    self.connection.shutdown()
                 self.receiver.left(self, message)
             finally:
                 if self.connection is not None:

@@ -1,5 +1,6 @@
 """Several connections between two ends: rooms are spread over them, and each stays on its own."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
@@ -9,7 +10,9 @@ from tests.contract.transfer_ends import ShmEnds, TcpEnds
 from tests.transfer.samples import KV, logical_pages
 from tests.transfer.test_outbound import StillLane, StillSender, queue_room
 from transfer.backend import Frame, Kind
+from transfer.framing import Connection
 from transfer.outbound import Lane
+from transfer.tcp import TcpLane, TcpReceiver, TcpSender
 
 
 class ManyLanes(StillSender):
@@ -121,3 +124,35 @@ def test_a_dead_receiver_loses_every_room_of_every_connection_once(
     ends.kill_receiver()
     ends.until(lambda: len(ends.diary.events) == 5)
     assert sorted(ends.diary.kinds()) == [("lost", room) for room in range(1, 6)]
+
+
+def test_a_room_takes_no_connection_that_its_peer_has_ended_though_nobody_here_noticed_yet(
+    open_ends: Callable[[int], TcpEnds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A room lost with a connection is tried again at once, and must not be lost with it twice."""
+    ends = open_ends(1)
+    ends.receiver.expect(1, 1, 2)
+    ends.send_room(1, logical_pages(2))
+    ends.until(lambda: len(ends.diary.finished) == 1)
+    assert isinstance(ends.sender, TcpSender)
+    (lane,) = ends.sender._all_lanes()
+    assert not lane.is_over
+    noticing, read = threading.Event(), TcpLane._read
+
+    def late(lane: TcpLane, connection: Connection) -> None:
+        noticing.wait()
+        read(lane, connection)
+
+    monkeypatch.setattr(TcpLane, "_read", late)
+    assert isinstance(ends.receiver, TcpReceiver)
+    try:
+        for feeder in list(ends.receiver._connections):
+            feeder.close()
+        ends.until(lambda: lane.is_over)
+        ends.receiver.expect(2, 1, 2)
+        ends.send_room(2, logical_pages(2))
+        ends.until(lambda: len(ends.diary.finished) == 2)
+    finally:
+        noticing.set()
+    ends.until(lambda: ("lost", 1) in ends.diary.kinds())
+    assert ends.diary.kinds() == [("lost", 1)]
