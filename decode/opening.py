@@ -38,7 +38,7 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
         opened.run_pages,
     )
     if local_tokens:
-        local = local_buckets(local_tokens, chunk, page_size, opened.padding_costs)
+        local = local_buckets(local_tokens, chunk, page_size)
     engine = DecodeEngine(
         opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
     )

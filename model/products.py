@@ -4,18 +4,19 @@ A tile is copied, widened or decoded into the CPU's cache and multiplied there. 
 CPU first moves the whole matrix where its dtype is not that of products, or it is one expert of a
 stack, or where rows are few but more than one: it packs weights for every product
 (docs/adr/0051). A single row is multiplied in a sum instead, within which XLA widens and decodes
-in registers (docs/adr/0068).
+in registers (docs/adr/0068). Rows that only pad a chunk are left out (docs/adr/0069).
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 from model.coded import decoded, from_codes
 
@@ -27,6 +28,7 @@ _WIDEST: Final = 16384  # outputs; more of them are multiplied strip by strip
 _STRIP: Final = 8192
 _SMALL: Final = 2**20  # weights that are one tile
 _COLUMNS: Final = 512  # outputs of a tile that has all inputs, for many rows
+_BLOCK: Final = 32  # rows that are multiplied at once where many are padding
 _LEAST: Final = 64  # inputs of a tile; a size that has no such divisor stays whole
 # For weights that are numbers, and not indexed in a stack, XLA's own product is faster, unless the
 # number of rows is in _FEW_ROWS and the matrix has at least _LARGE weights.
@@ -52,6 +54,8 @@ class Matrix:
     dtype: of products. on_cpu: whether products are made for a CPU.
     at: the place, an index for each axis of the stack.
     turned: values are [outputs, inputs], which have neither scales nor a stack; never on a CPU.
+    used: how many of the rows it is multiplied by mean something, which are the first ones; None:
+    all. What the others give is finite if they are.
     """
 
     values: Array
@@ -60,6 +64,7 @@ class Matrix:
     on_cpu: bool
     at: tuple[Int32[Array, ""], ...] = ()
     turned: bool = False
+    used: Int32[Array, ""] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,6 +109,13 @@ class Matrix:
         ones = (1,) * len(self.at)
         return lax.dynamic_slice(array, (*self.at, *first), (*ones, *size)).reshape(size)
 
+    def in_blocks(self, rows: int) -> bool:
+        """Whether so many rows are multiplied block by block, as far as they are used."""
+        inputs, outputs = self.shape
+        if self.used is None or rows <= _BLOCK or rows % _BLOCK or inputs * outputs <= _SMALL:
+            return False
+        return self.tile(rows)[0] == inputs
+
     def tile(self, rows: int) -> tuple[int, int]:
         """Inputs and outputs of the tiles that are multiplied with so many rows."""
         inputs, outputs = self.shape
@@ -128,6 +140,7 @@ class LayerWeights(Mapping[str, Array]):
 
     dtype: of products. on_cpu: see Matrix.
     stacked: which other parameters are whole stacks, too. idx: the layer's place in all stacks.
+    used: see Matrix.
     """
 
     arrays: Mapping[str, Array]
@@ -135,6 +148,7 @@ class LayerWeights(Mapping[str, Array]):
     on_cpu: bool
     stacked: frozenset[str] = frozenset()
     idx: Int32[Array, ""] | None = None
+    used: Int32[Array, ""] | None = None
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -159,7 +173,8 @@ class LayerWeights(Mapping[str, Array]):
 
         scales = self.arrays.get(f"{name}_scale")
         own = None if scales is None else flat(scales)
-        return Matrix(flat(self.arrays[name]), own, self.dtype, self.on_cpu, at)
+        own_values = flat(self.arrays[name])
+        return Matrix(own_values, own, self.dtype, self.on_cpu, at, used=self.used)
 
 
 def zeros_after(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -206,17 +221,26 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
         if w.scales is not None:
             return _row_by_codes(x, w)
         return product(with_company(x), w)[:1]
-    outputs, (some, narrow), zero = w.shape[1], w.tile(rows), jnp.int32(0)
-    if narrow == outputs:
-        return _strip(x, w, zero, (some, narrow))
+    outputs, (some, narrow) = w.shape[1], w.tile(rows)
+    in_blocks = w.in_blocks(rows)
+    if narrow == outputs and not in_blocks:
+        return _strip(x, w, jnp.int32(0), (some, narrow))
 
     def put_strip(i: Array, out: Array) -> Array:
         first = _start(i, narrow, outputs)
+        if in_blocks:
+            return _put_used(x, w, first, narrow, out)
         own = _strip(x, w, first, (some, narrow))
-        return lax.dynamic_update_slice(out, own, (zero, first))
+        return lax.dynamic_update_slice(out, own, (jnp.int32(0), first))
 
     nothing = _nothing(x, (rows, outputs))
     return lax.fori_loop(np.int32(0), np.int32(-(-outputs // narrow)), put_strip, nothing)
+
+
+def up_to_last(live: Bool[Array, " rows"]) -> Int32[Array, ""]:
+    """How many of the first rows hold all that are live."""
+    ends = jnp.arange(1, live.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(live, ends, np.int32(0)))
 
 
 def _nothing(x: Float[Array, "rows a"], shape: tuple[int, int]) -> Float[Array, "b c"]:
@@ -268,6 +292,32 @@ def _strip(
 
     nothing = _nothing(x, (x.shape[0], narrow))
     return lax.fori_loop(np.int32(0), np.int32(inputs // some), add_tile, nothing)
+
+
+def _put_used(
+    x: Float[Array, "rows a"], w: Matrix, first: Int32[Array, ""], narrow: int, out: Array
+) -> Float[Array, "rows b"]:
+    """Put x by so many outputs, from the first on, into `out`, as far as rows are used.
+
+    They are multiplied block by block, or all at once where most are used: each block packs the
+    weights anew.
+    """
+    rows, inputs = x.shape
+    assert w.used is not None
+    blocks = lax.div(w.used + np.int32(_BLOCK - 1), np.int32(_BLOCK))
+    tile = w.part((jnp.int32(0), first), (inputs, narrow))
+
+    def put(count: int, i: Array, out: Array) -> Array:
+        row = i * np.int32(count)
+        own = lax.dynamic_slice(x, (row, jnp.int32(0)), (count, inputs))
+        return lax.dynamic_update_slice(out, contract(own, tile, ((1,), (0,))), (row, first))
+
+    return lax.cond(
+        8 * _BLOCK * blocks > 7 * rows,
+        lambda out: put(rows, jnp.int32(0), out),
+        lambda out: lax.fori_loop(np.int32(0), blocks, partial(put, _BLOCK), out),
+        out,
+    )
 
 
 def _row_in_turns(x: Float[Array, "1 a"], w: Matrix) -> Float[Array, "1 b"]:

@@ -33,7 +33,7 @@ from model.page_groups import (
     place_of,
 )
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
-from model.products import LayerWeights, Matrix, product, zeros_after
+from model.products import LayerWeights, Matrix, product, up_to_last, zeros_after
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
 
@@ -166,12 +166,13 @@ class _Kind(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What both kinds of step share, per row."""
+    """What both kinds of step share, per row. used: see model.products.Matrix."""
 
     token_ids: Int32[Array, " rows"]
     positions: Int32[Array, " rows"]
     kv_idx: Int32[Array, "groups rows"]
     live: Bool[Array, " rows"]
+    used: Int32[Array, ""] | None = None
 
 
 class _Carry(NamedTuple):
@@ -239,8 +240,7 @@ def decode_rows(
         return out
 
     inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
-    placed = _placed(model, expert_map)
-    out = _layers(model, params, pool, inputs, placed, loads, attend, False)
+    out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, False)
     return out.x, out.pool, out.loads
 
 
@@ -364,7 +364,8 @@ def _prefill(
     live = (batch.kv_idx >= 0) & (batch.kv_idx < num_pages * page_size)
     dropped = or_dropped(live, batch.kv_idx)
     kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
-    inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live)
+    used = up_to_last(live) if model.on_cpu else None  # an accelerator waits for weights
+    inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live, used)
     placed = _placed(model, expert_map)
     return _layers(model, params, pool, inputs, placed, loads, attend, capture, listed)
 
@@ -395,8 +396,7 @@ def _layers(
     freq = rope_frequencies(cfg.rope, cfg.rope_dim)
     tables = rope_tables(freq, inputs.positions, cfg.rope.attention_factor)
     rows = Rows(*tables, inputs.kv_idx)
-    added = zeros_after(x)
-    carry = _Carry(x, added, pool, loads, nothing_captured(cfg, x) if capture else None)
+    carry = _Carry(x, zeros_after(x), pool, loads, nothing_captured(cfg, x) if capture else None)
 
     # Traced once for all layers of a kind, however many have arrays of their own.
     @partial(jax.jit, static_argnums=0)
@@ -460,7 +460,7 @@ def _block(
     cfg = model.cfg
     x, added, pool, loads, captured = carry
     stacked = _read_in_stacks(model, kind.alone)
-    weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx)
+    weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx, inputs.used)
     chosen = model.kernels
     norm, eps = chosen.add_and_norm, cfg.rms_norm_eps
     x, inner = norm(x, added[None], weights["attn_norm"], eps)

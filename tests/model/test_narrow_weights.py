@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model import opening, processors
+from model import opening, processors, products
 from model.opening import OpenedModel
 from model.orbax import save_orbax
 from model.sharding import make_mesh
@@ -58,6 +58,32 @@ def test_answers_are_those_of_float32_weights(name: str, prompts: list[list[int]
     for one, other in zip(narrow, wide, strict=True):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.step_logits, other.step_logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_chunk_without_the_rows_that_pad_it_gives_what_the_whole_chunk_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Golden(name).checkpoint
+    prompts = [PROMPTS[0], list(range(90, 106))]  # three whole chunks, and five rows of another
+    whole = Harness(folder, narrow=True).run(prompts, 8)
+    for what, size in {"_SMALL": 64, "_LARGE": 64, "_COLUMNS": 32, "_BLOCK": 4}.items():
+        monkeypatch.setattr(products, what, size)
+    asked: list[bool] = []
+    in_blocks = products.Matrix.in_blocks
+
+    def noted(matrix: products.Matrix, rows: int) -> bool:
+        asked.append(in_blocks(matrix, rows))
+        return asked[-1]
+
+    monkeypatch.setattr(products.Matrix, "in_blocks", noted)
+    jax.clear_caches()  # drops earlier traces of the same model
+    found = Harness(folder, narrow=True).run(prompts, 8)
+    jax.clear_caches()
+    for one, other in zip(found, whole, strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=1e-4)
+    assert any(asked)
 
 
 @pytest.mark.usefixtures("large")

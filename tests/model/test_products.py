@@ -159,6 +159,41 @@ def test_a_row_that_is_not_finite_spoils_no_other(size: tuple[int, int], rows: i
     np.testing.assert_array_equal(run(broken)[1:], run(x)[1:])
 
 
+@settings(max_examples=30)
+@given(
+    rows=st.sampled_from((32, 64, 96, 100, 256)),
+    size=st.sampled_from(((320, 6144), (1536, 1000), (64, 320))),
+    used=st.integers(0, 256),
+    kind=st.sampled_from(("plain", "bfloat16", "codes")),
+)
+def test_rows_that_only_pad_are_left_out(
+    rows: int, size: tuple[int, int], used: int, kind: str
+) -> None:
+    draw = np.random.default_rng(rows + used)
+    used, scales = min(used, rows), None
+    if kind == "codes":
+        values, scales = _codes(draw, size, 32)
+        numbers = _numbers(values, scales, jnp.float32)
+    else:
+        values = jnp.asarray(draw.standard_normal(size), jnp.bfloat16)
+        values = values if kind == "bfloat16" else values.astype(jnp.float32)
+        numbers = np.asarray(values, np.float32)
+    x = draw.standard_normal((rows, size[0])).astype(np.float32)
+
+    def matrix(used: Any) -> Matrix:
+        return Matrix(values, scales, jnp.dtype(jnp.float32), True, used=used)
+
+    found = np.asarray(jax.jit(lambda x, used: product(x, matrix(used)))(x, jnp.int32(used)))
+    expected = _expected(x, numbers)
+    within = {"rtol": 0, "atol": 1e-5 * np.abs(expected).max()}
+    np.testing.assert_allclose(found[:used], expected[:used], **within)
+    in_blocks = -(-used // 32) * 32
+    if matrix(jnp.int32(used)).in_blocks(rows) and 8 * in_blocks <= 7 * rows:
+        assert not found[in_blocks:].any()
+    else:
+        np.testing.assert_allclose(found, expected, **within)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("group", [128, 512])
 @pytest.mark.parametrize(
@@ -167,7 +202,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(size: tuple[int, int], rows: i
 def test_a_processor_has_memory_for_a_tile_and_not_for_all(
     kind: str, group: int, rows: int
 ) -> None:
-    """All weights are 96 MiB in float32."""
+    """All weights are 96 MiB in float32; i is the expert, and how many rows are used."""
     inputs, outputs = 2048, 12288
     lead, at = ((1, 2), (jnp.int32(0),)) if "expert" in kind else ((), ())
     coded = "codes" in kind
@@ -175,7 +210,8 @@ def test_a_processor_has_memory_for_a_tile_and_not_for_all(
     of_numbers = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
 
     def run(x: Any, values: Any, scales: Any, i: Any) -> Any:
-        return product(x, Matrix(values, scales, jnp.float32, True, (*at, i) if at else ()))
+        place = (*at, i) if at else ()
+        return product(x, Matrix(values, scales, jnp.float32, True, place, used=i))
 
     def of(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((*lead, *shape), dtype)
