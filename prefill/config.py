@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from prefill.balancer import Method
+from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.checks import at_least, at_most
 from transfer.worker_config import WorkerConfig
 
@@ -15,6 +16,7 @@ class PrefillConfig(WorkerConfig):
     transfer_connections: int = (
         0  # to each decode worker, opened as rooms want them; 0: by processors
     )
+    max_frame_bytes: int = 16 << 20
     # Bytes of pages that may wait to be sent to a decode worker before its prompts wait, too.
     transfer_queue_bytes: int = 2 << 30
     # How prompts are shared out to the data-parallel ranks.
@@ -25,5 +27,7 @@ class PrefillConfig(WorkerConfig):
         at_least(self, "max_seqs_per_chunk", 1)
         at_least(self, "transfer_connections", 0)
         at_least(self, "transfer_queue_bytes", 0)
+        at_least(self, "max_frame_bytes", 1)
         at_most(self, "transfer_connections", 64)  # each has a thread at either end
+        at_most(self, "max_frame_bytes", MAX_PAYLOAD_BYTES)
         at_most(self, "max_seqs_per_chunk", 1024)  # each has a row of logits

@@ -97,6 +97,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             config,
             self.security,
             connections,
+            config.max_frame_bytes,
             sender_id=self.worker_id(),
             on_event=self.inbox.post,
         )

@@ -27,6 +27,7 @@ def open_sender(
     config: WorkerConfig,
     security: Security,
     connections: int,
+    max_frame_bytes: int,
     sender_id: str,
     on_event: OnSenderEvent,
 ) -> PageSender:
@@ -39,7 +40,7 @@ def open_sender(
         "connections": connections,
         "sender_id": sender_id,
         "on_event": on_event,
-        "max_frame_bytes": config.max_frame_bytes,
+        "max_frame_bytes": max_frame_bytes,
         "stall_timeout_s": config.stall_timeout_s,
     }
     backend = config.disaggregation_transfer_backend

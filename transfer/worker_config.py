@@ -6,7 +6,6 @@ from typing import Literal
 
 from model.eplb import TRIVIAL, ExpertPolicy
 from transfer import nixl_agent
-from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.checks import (
     above_zero,
     at_least,
@@ -63,15 +62,13 @@ class WorkerConfig:
     disable_radix_cache: bool = False
     max_queued_requests: int = 1024
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
-    max_frame_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0  # the most time for begun rooms to finish, once told to leave
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
     watchdog_timeout_s: float = 300.0  # a process that stands still for so long ends; 0 = none does
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests", "max_frame_bytes"):
+        for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests"):
             at_least(self, name, 1)
-        at_most(self, "max_frame_bytes", MAX_PAYLOAD_BYTES)
         for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size"):
             at_least(self, name, 0)
         at_least(self, "cpu_threads", 0)

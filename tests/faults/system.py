@@ -194,10 +194,11 @@ class System:
             f"--port={free_port()}",
             f"--context-length={CONTEXT}",
             "--page-size=16",
-            "--max-frame-bytes=65536",
             f"--disaggregation-transfer-backend={self._backend}",
             *self._sizes[role],
         ]
+        if role == "prefill":
+            words.append("--max-frame-bytes=65536")
         if role == "decode":
             port = free_port()
             words.append(f"--data-port={port}")

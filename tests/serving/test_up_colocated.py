@@ -65,6 +65,10 @@ def test_prefill_is_started_otherwise(argv: tuple[str, ...], count: int) -> None
             "--prefill-tp-size is for prefill, and --colocated starts no prefill group",
         ),
         (
+            "--colocated --max-frame-bytes 65536",
+            "--max-frame-bytes is for prefill, and --colocated starts no prefill group",
+        ),
+        (
             "--colocated --max-seqs-per-chunk 2",
             "--max-seqs-per-chunk is for prefill, and --colocated starts no prefill group",
         ),

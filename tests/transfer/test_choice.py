@@ -25,7 +25,7 @@ def config(backend: str) -> WorkerConfig:
 
 @pytest.mark.parametrize(("backend", "is_demand"), [("auto", False), ("shm", True)])
 def test_auto_and_shm_offer_shared_memory(backend: str, is_demand: bool) -> None:
-    sender = open_sender(config(backend), SECURITY, 1, "prefill-0", print)
+    sender = open_sender(config(backend), SECURITY, 1, 1 << 20, "prefill-0", print)
     receiver = open_receiver(
         config(backend),
         SECURITY,
@@ -48,7 +48,7 @@ def test_auto_and_shm_offer_shared_memory(backend: str, is_demand: bool) -> None
 
 
 def test_tcp_offers_nothing() -> None:
-    sender = open_sender(config("tcp"), SECURITY, 1, "prefill-0", print)
+    sender = open_sender(config("tcp"), SECURITY, 1, 1 << 20, "prefill-0", print)
     receiver = open_receiver(
         config("tcp"),
         SECURITY,
@@ -67,7 +67,7 @@ def test_tcp_offers_nothing() -> None:
 
 @NEEDS_NIXL
 def test_nixl_takes_no_other_way() -> None:
-    sender = open_sender(config("nixl"), SECURITY, 1, "prefill-0", print)
+    sender = open_sender(config("nixl"), SECURITY, 1, 1 << 20, "prefill-0", print)
     receiver = open_receiver(
         config("nixl"),
         SECURITY,
@@ -97,7 +97,7 @@ def test_a_nixl_that_cannot_be_loaded_is_refused_with_the_reason(
 ) -> None:
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("json",))  # it has no such bindings
     with pytest.raises(ConfigError, match=r"json cannot be loaded: .*json._bindings"):
-        open_sender(config("nixl"), SECURITY, 1, "prefill-0", print)
+        open_sender(config("nixl"), SECURITY, 1, 1 << 20, "prefill-0", print)
 
 
 @pytest.mark.parametrize(("available", "connections"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
