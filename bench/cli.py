@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from bench.arguments import API_KEY_ENV, above_zero, api_key, at_least, numbers, server_args
 from bench.dummy_model import WRITABLE
@@ -291,11 +292,20 @@ def _routing(args: argparse.Namespace, report: Report) -> int:
 def _compare(args: argparse.Namespace) -> int:
     before, after = (_some_rows(path) for path in (args.before, args.after))
     changes = compare(before, after, args.tolerance)
-    print(format_changes(changes))
+    _show(format_changes(changes), sys.stdout)
     for said in differences(before, after):
-        print(f"not alike: {said}", file=sys.stderr)
+        _show(f"not alike: {said}", sys.stderr)
     worse = any(change.verdict in ("worse", "only before") for change in changes)
     return 1 if worse and args.fail_on_worse else 0
+
+
+def _show(text: str, stream: TextIO) -> None:
+    """Print to somebody who may stop reading, as `head` does: the verdict stays the exit status."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        with Path(os.devnull).open("wb") as nowhere:  # the interpreter flushes the stream again
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _some_rows(path: Path) -> list[Row]:

@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import psutil
@@ -136,6 +139,21 @@ def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 2
     assert "not a row" in capsys.readouterr().err
     assert main(["compare", str(before), str(tmp_path / "none")]) == 2
+
+
+def test_a_reader_that_leaves_does_not_change_the_verdict(tmp_path):
+    (tmp_path / "a").write_text(row(value=1.0).to_json() + "\n")
+    (tmp_path / "b").write_text(replace(row(value=2.0), seed=7).to_json() + "\n")
+    read, write = os.pipe()
+    os.close(read)  # as `head -0` does
+    command = [sys.executable, "-m", "bench", "compare", tmp_path / "a", tmp_path / "b"]
+    with os.fdopen(write) as gone, (tmp_path / "said").open("w+") as said:
+        for flag, code in (("--tolerance=0.1", 0), ("--fail-on-worse", 1)):
+            for stderr in (said, gone):
+                done = subprocess.run([*command, flag], stdout=gone, stderr=stderr, check=False)
+                assert done.returncode == code
+        said.seek(0)
+        assert said.read() == 2 * "not alike: seed: 0 before, 7 after (measurements: 1)\n"
 
 
 @pytest.mark.parametrize("names", [("full", "empty"), ("empty", "full"), ("empty", "empty")])
