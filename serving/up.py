@@ -235,7 +235,10 @@ def _worker_config(
     own = {name: getattr(args, f"{role}_{name}", value) for name, value in own.items()}
     if getattr(args, f"{role}_nnodes", getattr(args, "nnodes", 1)) > 1:
         own["dist_init_addr"] = "127.0.0.1:1"  # a placeholder: each group gets its own
-    return flags.config_from(config, args, role, registry_address=registry, **own)
+    try:
+        return flags.config_from(config, args, role, registry_address=registry, **own)
+    except ConfigError as error:  # it names --dp-size where --decode-dp-size was given
+        raise ConfigError(f"{role}: {error}") from error
 
 
 def _group(

@@ -1,9 +1,12 @@
-"""`kvferry up --help` says the defaults, and what a role in front of a flag means."""
+"""`kvferry up` says defaults, what a role in front of a flag means, and whose flag it refuses."""
+
+from pathlib import Path
 
 import pytest
 
 from serving import up
 from tests.serving.test_flags import ROLES
+from transfer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -18,3 +21,10 @@ from tests.serving.test_flags import ROLES
 )
 def test_help_of_up_says_defaults_and_what_a_role_in_front_means(said: str) -> None:
     assert said in " ".join(up._parser("kvferry up", ROLES).format_help().split())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_one_role_refuses_is_told_with_its_name(role: str, tmp_path: Path) -> None:
+    given = [f"--model-path={tmp_path}", f"--{role}-dp-size=0"]
+    with pytest.raises(ConfigError, match=f"^{role}: --dp-size must be at least 1, got 0$"):
+        up.main(given, "kvferry up", ROLES)
