@@ -3,7 +3,8 @@
 A child gets a pipe to say that it is ready, and another whose closing tells it that its parent is
 gone. Each child has a session of its own, so Ctrl-C reaches only the parent, which stops the
 children in order. A child that dies after it was ready is started again, up to MAX_RESTARTS times
-in a row; one that cannot start ends the parent with its exit code and last line.
+in a row, after pauses that double; one that cannot start ends the parent with its exit code and
+last line.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 1800.0  # a large checkpoint takes long to load
 STOP_TIMEOUT_S = 8.0
-RESTART_DELAY_S = 1.0
+RESTART_DELAY_S = 1.0  # twice as long each time in a row: memory that it lacked may need a while
 MAX_RESTARTS = 5  # of one child, in a row
 FORGIVEN_AFTER_S = 120.0  # a child that was ready for so long starts a new row
 
@@ -230,7 +231,7 @@ class Supervisor:
         """
         others = [] if ended.followed else self._group_of(ended)
         while True:
-            await asyncio.sleep(RESTART_DELAY_S)
+            await asyncio.sleep(RESTART_DELAY_S * 2 ** (restarts - 1))
             if ended.spec.group and ended.spec.group in self._left:
                 log.info("%s is not started: its group has left", ended.spec.name)
                 return None

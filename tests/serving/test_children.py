@@ -117,6 +117,23 @@ async def test_a_child_that_ends_too_often_ends_the_supervisor(
     )
 
 
+async def test_pauses_before_a_child_starts_again_double_as_what_it_lacks_may_take_a_while_to_come(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, pauses = asyncio.sleep, []
+
+    async def noted(delay_s: float) -> None:
+        pauses.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(children, "RESTART_DELAY_S", 1.0)
+    monkeypatch.setattr(children.asyncio, "sleep", noted)
+    running = await supervisor.start(child("raise SystemExit(1)"))
+    with pytest.raises(children.ChildFailed):
+        await asyncio.wait_for(supervisor.watch(running), 60)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
 async def test_a_child_that_takes_long_to_start_and_never_does_ends_the_supervisor(
     supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
