@@ -58,8 +58,11 @@ class Promises:
         try:
             if self._own is None:
                 file = self._folder / str(os.getpid())
-                self._own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                locked(self._own, 0.0)
+                own = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                if not locked(own, 0.0):  # by what a former process of this number has left
+                    os.close(own)
+                    raise BlockingIOError(f"{file} is locked")
+                self._own = own
             os.ftruncate(self._own, 0)
             os.pwrite(self._own, str(size).encode(), 0)
         except OSError as error:

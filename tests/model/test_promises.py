@@ -1,6 +1,7 @@
 """Processes that start together do not count on the same memory."""
 
 import contextlib
+import logging
 import os
 import select
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from model import promises
+from model.claims import locked
 from model.host_memory import available_bytes
 from model.promises import Promises
 from tests.transfer.children import child, said, tell
@@ -166,3 +168,19 @@ def test_a_worker_without_a_folder_of_its_own_starts_all_the_same(
         assert promises.outstanding_bytes() == 0
     if what != "a file":
         assert not list((tmp_path / "elsewhere").iterdir()), "nothing is written through a link"
+
+
+def test_a_promise_whose_file_another_holds_changes_nothing_of_it_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    promises, file = Promises(tmp_path), tmp_path / str(os.getpid())
+    with file.open("w") as held, caplog.at_level(logging.INFO):
+        assert locked(held.fileno(), 0.0)
+        held.write("7")
+        held.flush()
+        with promises.turn():
+            promises.make(MIB)
+            promises.make(MIB)
+    assert file.read_text() == "7"
+    told = [line for line in caplog.messages if "do not know of this one's memory" in line]
+    assert len(told) == 2
