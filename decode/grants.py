@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from transfer import wire
-from transfer.errors import KvferryError
+from transfer.errors import KvferryError, Unavailable
 from transfer.rpc import RpcClient, Security
 
 GRANT_TIMEOUT_S = 5.0
@@ -46,11 +46,16 @@ class GrantSender:
         return client
 
     async def _send(self, address: str, grants: tuple[wire.Grant, ...]) -> None:
+        client = None
         try:
-            await self._client(address).call(
-                "Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S
-            )
+            client = self._client(address)
+            await client.call("Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S)
         except KvferryError as error:
+            # Once a cut has healed, a connection that lost packets to it, or was being made, may
+            # take seconds to notice: the next grant gets another one.
+            is_mute = isinstance(error, Unavailable)
+            if is_mute and client is not None and self._clients.get(address) is client:
+                self._begin(self._clients.pop(address).close(GRANT_TIMEOUT_S))
             self._on_failed(tuple(grant.room for grant in grants), str(error))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

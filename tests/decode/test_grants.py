@@ -1,6 +1,8 @@
 """Grants on their way to prefill: failures are reported, and the number of clients is bounded."""
 
 import asyncio
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,40 @@ async def test_a_worker_in_the_place_of_a_dead_one_is_granted_at_once() -> None:
     await until(lambda: len(failed) + len(heard) == 10)
     assert (failed, heard) == ([*range(1, 9)], [0, 9])
     await second.stop(0.0)
+    await until(lambda: not sender._tasks)
+    for client in sender._clients.values():
+        await client.close()
+
+
+async def test_after_a_grant_without_an_answer_the_next_one_has_a_connection_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one is still being made, as to a peer behind a cut: gRPC gives it 20 s."""
+    monkeypatch.setattr(grants, "GRANT_TIMEOUT_S", 0.2)
+    failed: list[int] = []
+    heard: list[int] = []
+
+    async def take(batch: wire.GrantBatch) -> wire.Empty:
+        heard.extend(grant.room for grant in batch.grants)
+        return wire.Empty()
+
+    sender = grants.GrantSender(SECURITY, lambda rooms, why: failed.extend(rooms))
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = silent.getsockname()[1]
+        sender.send(f"127.0.0.1:{port}", [a_grant(0)])
+        taken, _ = await asyncio.to_thread(silent.accept)
+        stack.enter_context(taken)
+        await until(lambda: failed == [0])
+        silent.close()  # the connection stays, and says nothing
+        server = RpcServer(SECURITY)
+        server.unary("Grant", wire.GrantBatch, take)
+        await server.start("127.0.0.1", port)
+        monkeypatch.setattr(grants, "GRANT_TIMEOUT_S", 10.0)
+        sender.send(f"127.0.0.1:{port}", [a_grant(1)])
+        await until(lambda: len(failed) + len(heard) == 2)
+        assert (failed, heard) == ([0], [1])
+        await server.stop(0.0)
     await until(lambda: not sender._tasks)
     for client in sender._clients.values():
         await client.close()
