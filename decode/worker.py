@@ -82,7 +82,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         config = self.config
         self.meet()
         engine, opened, rank_slots, local, ring_pages = build_engine(
-            config, lambda opened: self.check_fit(describe(self, config, opened, "", 0))
+            config, lambda opened: self.check_fit(describe(self, opened, "", 0))
         )
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
@@ -108,7 +108,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             local_prefill_tokens=local_tokens,
             chunked_prefill_size=local.tokens[-1] if local is not None else 0,
         )
-        info = describe(self, self.config, opened, data_address, engine.num_pages)
+        info = describe(self, opened, data_address, engine.num_pages)
         return msgspec.structs.replace(info, local_prefill_tokens=local_tokens)
 
     def assemble(

@@ -89,7 +89,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         config = self.config
         self.meet()
         engine, opened, buckets = build_engine(
-            config, lambda opened: self.check_fit(describe(self, config, opened, "", 0))
+            config, lambda opened: self.check_fit(describe(self, opened, "", 0))
         )
         log.info("memory: %s", engine.plan)
         connections = config.transfer_connections or default_connections()
@@ -110,7 +110,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             chunked_prefill_size=buckets.tokens[-1],
             transfer_connections=connections,
         )
-        return describe(self, self.config, opened, "", engine.num_pages)
+        return describe(self, opened, "", engine.num_pages)
 
     def assemble(
         self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: PageSender

@@ -26,6 +26,8 @@ from transfer.inbound import Receiver
 from transfer.outbound import Lane, Sender, segments
 from transfer.rpc import Security
 
+_MAX_TICKS = 10_000  # of one pump_all
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -50,9 +52,9 @@ class _Packet:
 class LoopbackNetwork:
     """Everything on its way between the senders and receivers that it connects."""
 
-    def __init__(self, fault: Callable[[Frame], Fault] | None = None) -> None:
-        """fault: called with every frame, in the order in which they are sent."""
-        self.fault = fault
+    def __init__(self) -> None:
+        # Called with every frame, in the order in which they are sent.
+        self.fault: Callable[[Frame], Fault] | None = None
         self._receivers: dict[str, LoopbackReceiver] = {}
         self._links: list[_Link] = []
         self._packets: list[_Packet] = []
@@ -71,12 +73,12 @@ class LoopbackNetwork:
                 packet.link.deliver(packet)
         return len(packets)
 
-    def pump_all(self, max_ticks: int = 10_000) -> None:
-        """Tick until nothing moves. Raises RuntimeError when that takes more than max_ticks."""
-        for _ in range(max_ticks):
+    def pump_all(self) -> None:
+        """Tick until nothing moves. Raises RuntimeError when that takes more than _MAX_TICKS."""
+        for _ in range(_MAX_TICKS):
             if not self.pump():
                 return
-        raise RuntimeError(f"frames still move after {max_ticks} ticks")
+        raise RuntimeError(f"frames still move after {_MAX_TICKS} ticks")
 
     def cut(self, address: str, message: str = "the connection was cut") -> None:
         """Break every connection to this receiver; a later call of a sender makes a new one."""

@@ -14,7 +14,7 @@ from model import members, processors
 from model.calls import Calls
 from model.chunks import ChunkInFlight
 from model.executables import ExecutableCache
-from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu, open_model
+from model.opening import BeforeWeights, OpenedModel, on_cpu, open_model
 from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
@@ -439,7 +439,7 @@ def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
 
 
 def open_configured(
-    config: WorkerConfig, chunk_size: int = 0, before_weights: BeforeWeights = at_once
+    config: WorkerConfig, chunk_size: int, before_weights: BeforeWeights
 ) -> OpenedModel:
     """Load the model that the flags name. Raises ModelError as early as it can."""
     opened = open_model(
@@ -463,9 +463,10 @@ def open_configured(
 
 
 def describe(
-    worker: Worker, config: WorkerConfig, opened: OpenedModel, data_address: str, num_pages: int
+    worker: RoleWorker[Any, Any], opened: OpenedModel, data_address: str, num_pages: int
 ) -> wire.WorkerInfo:
     """How a worker of either role presents itself to the registry."""
+    config: WorkerConfig = worker.config
     kv = opened.kv
     return wire.WorkerInfo(
         worker_id=worker.worker_id(),

@@ -25,14 +25,18 @@ def test_a_request_is_limited_by_context_and_pool(num_pages: int, limit: int) ->
 
 def test_a_worker_tells_all_of_its_pages_and_counts_heads_without_copies() -> None:
     worker: Any = SimpleNamespace(
-        worker_id=lambda: "decode-0", role="decode", host="127.0.0.1", port=1
+        worker_id=lambda: "decode-0",
+        role="decode",
+        host="127.0.0.1",
+        port=1,
+        config=WorkerConfig(Path("model"), "127.0.0.1:8998"),
     )
     kv = replace(KV, planes=1, dtype="float16")
     model = SimpleNamespace(dtype=np.dtype("float32"))
     opened: Any = SimpleNamespace(
         kv=kv, logical_kv_heads=1, digest="d1", context_length=64, model=model
     )
-    info = describe(worker, WorkerConfig(Path("model"), "127.0.0.1:8998"), opened, "", 3)
+    info = describe(worker, opened, "", 3)
     assert msgspec.structs.asdict(info.kv_spec) == asdict(kv) | {"num_kv_heads": 1}
     assert (info.stored_kv_heads, info.max_request_tokens) == (4, 12)
 
