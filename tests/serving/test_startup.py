@@ -394,7 +394,9 @@ CASES = {
     ),
     "no group": Case("up --decode 0", "kvferry up: --decode must be 1 to 256, got 0"),
     "many groups": Case("up --prefill 257", "kvferry up: --prefill must be 1 to 256, got 257"),
-    "no rank": Case("up --decode-dp-size 0", "kvferry up: --dp-size must be at least 1, got 0"),
+    "no rank": Case(
+        "up --decode-dp-size 0", "kvferry up: decode: --dp-size must be at least 1, got 0"
+    ),
     "control port": Case(
         f"prefill {WORKER} --port {{port}}",
         "kvferry prefill: cannot listen on 127.0.0.1:{port}: Address already in use; choose "
