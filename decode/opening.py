@@ -6,8 +6,9 @@ from decode.config import ANY_PROMPT, DecodeConfig
 from decode.engine import DecodeEngine
 from decode.local import local_buckets
 from decode.rings import ringed_window
-from model.buckets import PrefillBuckets, decode_buckets
+from model.buckets import DecodeBuckets, PrefillBuckets, decode_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
+from transfer.choice import check_staging
 from transfer.role import PoolFacts, open_configured
 
 
@@ -22,27 +23,44 @@ class Built(NamedTuple):
 
 
 def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) -> Built:
-    """Load the model, compile it, and take memory. Raises ModelError if something does not fit."""
+    """Load the model, compile it, and take memory.
+
+    Raises ModelError or ConfigError if something does not fit, before it loads weights where that
+    can be known.
+    """
     chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
-    opened = open_configured(config, chunk if config.local_prefill_tokens else 0, before_weights)
-    rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
-    page_size = opened.kv.page_size
+
+    def check(opened: OpenedModel) -> None:
+        _buckets(config, opened)
+        check_staging(config, opened.kv, config.transfer_staging_bytes)
+        before_weights(opened)
+
+    opened = open_configured(config, chunk if config.local_prefill_tokens else 0, check)
     local, local_tokens = None, most_local(config, opened.context_length)
-    window = ringed_window(PoolFacts.of(opened), local_tokens)
-    buckets = decode_buckets(
-        rank_slots,
-        opened.context_length,
-        page_size,
-        config.drafting,
-        window,
-        opened.run_pages,
-    )
+    buckets = _buckets(config, opened)
     if local_tokens:
-        local = local_buckets(local_tokens, chunk, page_size)
+        local = local_buckets(local_tokens, chunk, opened.kv.page_size)
     engine = DecodeEngine(
         opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
     )
-    return Built(engine, opened, rank_slots, local, buckets.ring_pages)
+    return Built(engine, opened, _rank_slots(config), local, buckets.ring_pages)
+
+
+def _rank_slots(config: DecodeConfig) -> int:
+    return config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
+
+
+def _buckets(config: DecodeConfig, opened: OpenedModel) -> DecodeBuckets:
+    """Shapes of steps. Raises ModelError for flags that do not fit each other."""
+    local_tokens = most_local(config, opened.context_length)
+    return decode_buckets(
+        _rank_slots(config),
+        opened.context_length,
+        opened.kv.page_size,
+        config.drafting,
+        ringed_window(PoolFacts.of(opened), local_tokens),
+        opened.run_pages,
+    )
 
 
 def most_local(config: DecodeConfig, context_length: int) -> int:

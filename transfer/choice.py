@@ -3,11 +3,14 @@
 from typing import Any
 
 from model import processors
+from model.config import KVSpec
 from transfer.backend import OnSenderEvent, PageReceiver, PageSender
 from transfer.buffers import PinMemory
 from transfer.nixl import NixlReceiver, NixlSender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
+from transfer.slots import FRAME_BYTES
+from transfer.staging import slot_shape
 from transfer.tcp import TcpReceiver, TcpSender
 from transfer.worker_config import WorkerConfig
 
@@ -78,3 +81,10 @@ def open_receiver(
         return NixlReceiver(**common, staging_bytes=staging_bytes)
     common |= {"staging_bytes": staging_bytes, "is_demand": backend == "shm"}
     return ShmReceiver(**common, pin=pin)
+
+
+def check_staging(config: WorkerConfig, kv: KVSpec, staging_bytes: int) -> None:
+    """Raises ConfigError for the staging_bytes that open_receiver would refuse: a receiver is
+    opened only when everything has been loaded and compiled, which can take many minutes."""
+    if config.disaggregation_transfer_backend != "tcp":
+        slot_shape(kv.page_bytes // config.tp_size, config.tp_size, FRAME_BYTES, staging_bytes)

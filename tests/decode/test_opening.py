@@ -1,0 +1,42 @@
+"""What decode refuses at its start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.config import DecodeConfig
+from decode.opening import build_engine
+from model.errors import ModelError
+from transfer.errors import ConfigError
+
+MODEL = Path(__file__).resolve().parents[1] / "goldens" / "qwen3" / "model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (
+            {"speculative_algorithm": "NGRAM", "page_size": 2},
+            ModelError,
+            "--speculative-num-draft-tokens 3 must be below --page-size 2",
+        ),
+        (
+            {"transfer_staging_bytes": 4096},
+            ConfigError,
+            "--transfer-staging-bytes must be at least .*, got 4096",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit_are_told_before_weights_are_read(
+    flags: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*args: Any, **more: Any) -> None:
+        raise AssertionError("read the weights")
+
+    monkeypatch.setattr("model.opening.load_params", load)
+    with pytest.raises(error, match=message):
+        build_engine(DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, **flags))
