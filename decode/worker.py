@@ -39,6 +39,7 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
 from transfer.pages import PagePool
+from transfer.ports import bind
 from transfer.prefix_cache import Sharing, reusable_tokens
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import (
@@ -80,6 +81,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
+        # The receiver listens when all is loaded and compiled: a port that is taken is told now.
+        flags = "--data-port, --data-host"
+        bind(config.data_host or config.host, config.data_port, flags).close()
         self.meet()
         engine, opened, rank_slots, local, ring_pages = build_engine(
             config, lambda opened: self.check_fit(describe(self, opened, "", 0))

@@ -1,5 +1,6 @@
 """What decode refuses at its start."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 
 from decode.config import DecodeConfig
 from decode.opening import build_engine
+from decode.worker import DecodeWorker
 from model.errors import ModelError
 from transfer.errors import ConfigError
+from transfer.rpc import Security
 
 MODEL = Path(__file__).resolve().parents[1] / "goldens" / "qwen3" / "model"
 
@@ -34,9 +37,21 @@ def test_flags_that_do_not_fit_are_told_before_weights_are_read(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load(*args: Any, **more: Any) -> None:
-        raise AssertionError("read the weights")
-
-    monkeypatch.setattr("model.opening.load_params", load)
+    monkeypatch.setattr("model.opening.load_params", _read)
     with pytest.raises(error, match=message):
         build_engine(DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, **flags))
+
+
+def test_a_data_port_that_is_taken_is_told_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("model.opening.load_params", _read)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, data_port=port)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*; choose another --data-port"):
+            DecodeWorker(config, Security("a token of the tests")).build()
+
+
+def _read(*args: Any, **more: Any) -> None:
+    raise AssertionError("read the weights")
