@@ -442,8 +442,12 @@ class Worker(ABC):
                     log.info("drained: %d rooms, %d pages held", left.rooms, left.pages_held)
                     self.on_loop(self.leaving.emptied)
         except BaseException as error:
-            log.exception("the engine of this %s worker failed", self.role)
-            self._engine_error = error
+            if self._stopping.is_set():
+                # Told to end amid a call: the other nodes of a group have left, and it broke off.
+                log.info("the engine ended amid a call: %s", str(error).partition("\n")[0])
+            else:
+                log.exception("the engine of this %s worker failed", self.role)
+                self._engine_error = error
         finally:
             self.on_loop(stop.set)
 

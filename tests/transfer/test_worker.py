@@ -311,6 +311,24 @@ async def test_a_failing_engine_stops_the_process_with_its_error(
     assert "the engine of this decode worker failed" in caplog.text
 
 
+async def test_a_call_that_breaks_off_once_the_worker_leaves_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Leaving(PlainWorker):
+        def turn(self) -> bool:
+            self._stopping.set()  # the leader dismisses its nodes, which ends what they compute
+            raise RuntimeError("Connection reset by peer")
+
+    caplog.set_level("INFO")
+    worker = Leaving()
+    thread, stop = await run_engine(worker)
+    await asyncio.wait_for(stop.wait(), 10.0)
+    thread.join()
+    assert worker._engine_error is None
+    assert "the engine ended amid a call: Connection reset by peer" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_an_engine_that_ends_behind_its_loop_ends_in_peace() -> None:
     worker = PlainWorker()
     thread, _ = asyncio.run(run_engine(worker))
