@@ -87,8 +87,9 @@ class Limiter:
         except asyncio.CancelledError:
             if waiter in self._waiters:
                 self._remove(waiter)
-            elif waiter.ticket.done() and not waiter.ticket.cancelled():
-                # Admitted in the same turn in which the client left.
+            elif not waiter.ticket.cancelled() and waiter.ticket.exception() is None:
+                # Admitted in the same turn in which the client left. (Refused in it, there is
+                # nothing to give back, and the cancellation must not become a refusal.)
                 waiter.ticket.result().release()
             raise
         finally:

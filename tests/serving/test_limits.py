@@ -130,3 +130,15 @@ async def test_one_cancelled_as_its_time_is_over_leaves_without_a_trace(timers):
         await leaver
     held.release()
     assert (limiter.inflight, limiter.queued, timers.num_set) == (0, 0, 0)
+
+
+async def test_one_cancelled_just_after_its_time_was_over_is_cancelled_and_not_refused(timers):
+    limiter = Limiter(1, 2, 5.0, timers)
+    held = await limiter.admit()
+    leaver = await waiting(limiter)
+    timers.advance(6.0)
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    held.release()
+    assert (limiter.inflight, limiter.queued, timers.num_set) == (0, 0, 0)
