@@ -40,6 +40,11 @@ def token_text(token: Any, file: str = CONFIG_FILE) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise TokenizerError(f"{file}: expected a token's text, got {token!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair
+        what = f"expected a token's text that UTF-8 can hold, got a lone surrogate in {token!r}"
+        raise TokenizerError(f"{file}: {what}") from error
     return text
 
 

@@ -42,6 +42,8 @@ def test_an_older_checkpoint_names_its_special_tokens_in_a_file_of_its_own(folde
         {"additional_special_tokens": 5},
         {"additional_special_tokens": [5]},
         {"extra_special_tokens": {"odd": 5}},
+        {"eos_token": "\ud800"},
+        {"additional_special_tokens": [{"content": "\ud800"}]},
     ],
 )
 def test_what_is_wrong_in_the_file_of_special_tokens_is_told_of_that_file(folder, wrong):
