@@ -41,7 +41,8 @@ def expected_tokens(
 
 def top_arrays(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """i32[n, 20], f32[n, 20]: the candidates listed with each id."""
-    top = np.array([top_of(token_id) for token_id in ids]).reshape(len(ids), -1, 2)
+    shape = len(ids), wire.NUM_TOP_LOGPROBS, 2
+    top = np.array([top_of(token_id) for token_id in ids]).reshape(shape)
     return top[..., 0].astype(np.int32), top[..., 1].astype(np.float32)
 
 

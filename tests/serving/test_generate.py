@@ -95,6 +95,9 @@ async def test_logprobs_are_triples() -> None:
         body |= {"logprob_start_len": 2, "return_text_in_logprobs": False}
         meta = (await live.post("/generate", body)).json()["meta_info"]
         assert meta["input_token_logprobs"] == [[logprob_of(0), 0, None]]
+        body["logprob_start_len"] = 3  # the whole prompt is before it
+        meta = (await live.post("/generate", body)).json()["meta_info"]
+        assert meta["input_token_logprobs"] == []
         del body["logprob_start_len"]
         meta = (await live.post("/generate", body)).json()["meta_info"]
         assert meta["input_token_logprobs"] == []
