@@ -3,13 +3,14 @@
 import hmac
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.config import ModelConfig
@@ -67,7 +68,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
 
     async def answer_unrouted(request: HttpRequest, error: Exception) -> Response:
         await front.bodies.skip(request.scope, request.receive)
-        return _answer_http_error(request, error)
+        return _redirection(app, request, error) or _answer_http_error(request, error)
 
     routes = [
         Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
@@ -100,12 +101,15 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         routes.append(Route("/metrics", admin.metrics))
     if config.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", admin.tokenizer_info))
-    return _App(
+    app = _App(
         config.allowed_origins,
         routes=routes,
         middleware=[Middleware(_ApiKey, front.bodies, config.api_key)] if config.api_key else [],
         exception_handlers={**ERROR_ANSWERS, HTTPException: answer_unrouted},
     )
+    # Starlette's would name a host and a scheme, which behind a proxy are not those of the client.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _App(Starlette):
@@ -165,6 +169,22 @@ def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
     message = messages.get(error.status_code, str(error.detail))
     answer = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return answer.response(error_headers(request.scope))
+
+
+def _redirection(app: Starlette, request: HttpRequest, error: Exception) -> Response | None:
+    """Of a path without a route: to the route that it has without a slash at its end, if any.
+
+    Relative to the path itself: a proxy may have put another in front of it, too.
+    """
+    path, slash = request.scope["path"][:-1], request.scope["path"][-1:]
+    if slash != "/" or not isinstance(error, HTTPException) or error.status_code != 404:
+        return None
+    there = {**request.scope, "path": path}
+    if all(route.matches(there)[0] is Match.NONE for route in app.routes):
+        return None
+    query = f"?{request.url.query}" if request.url.query else ""
+    to = f"../{quote(path.rpartition('/')[2], safe='')}{query}"
+    return RedirectResponse(to, headers=error_headers(request.scope))
 
 
 def _answer_fault(request: HttpRequest, error: Exception) -> Response:

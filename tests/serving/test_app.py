@@ -89,6 +89,19 @@ async def test_wrong_paths_methods_and_bodies_have_errors_of_one_shape() -> None
         assert (await live.post("/v1/completions", ASK)).status_code == 200
 
 
+async def test_a_slash_too_many_leads_to_the_same_place_whatever_the_proxy_in_front_is() -> None:
+    async with live_server() as live:
+        response = await live.post("/v1/completions/?a=b%20c", ASK)
+        assert response.status_code == 307
+        assert response.headers["location"] == "../completions?a=b%20c"
+        there = httpx.URL("https://proxy/llm/v1/completions/").join(response.headers["location"])
+        assert str(there) == "https://proxy/llm/v1/completions?a=b%20c"
+        assert (await live.http.get("/v1/models/")).status_code == 200
+        assert (await live.post("/v1/models/", ASK)).status_code == 405
+        for path in ("/", "/nothing/", "/v1/completions//"):
+            assert (await live.post(path, ASK)).status_code == 404
+
+
 async def test_another_model_is_not_found_whichever_way_it_is_named() -> None:
     """As at OpenAI: clients that fall back on a second model look for this error."""
     async with live_server() as live:
