@@ -4,6 +4,7 @@ Formats: the models' own chat templates. Their names: sgl-project/sglang:
 python/sglang/srt/function_call.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -94,6 +95,39 @@ CALL_FORMATS: Final = {
 }
 
 
+# What tells where JSON's strings begin and end: quotes, what a backslash quotes, and line breaks.
+_TELLING: Final = re.compile(r'\\[^\n]?|["\n]')
+
+
+class _JsonStrings:
+    """Follows a text, to tell whether it is inside one of JSON's strings.
+
+    No string holds a line break as it is. A text with one in a string is no JSON, and from there on
+    nothing tells where its strings are.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.is_broken = False
+        self._escapes = False  # the text so far ends with a backslash
+
+    def feed(self, text: str) -> None:
+        if self.is_broken or not text:
+            return
+        at = 1 if self._escapes and text[0] != "\n" else 0
+        self._escapes = False
+        for found in _TELLING.finditer(text, at):
+            if found[0] == '"':
+                self.inside = not self.inside
+            elif found[0] == "\n":
+                self.is_broken = self.inside
+                if self.is_broken:
+                    self.inside = False
+                    return
+            else:
+                self._escapes = len(found[0]) == 1 and found.end() == len(text)
+
+
 class _Where(Enum):
     BEGIN = auto()  # nothing but space so far
     THOUGHT = auto()
@@ -120,6 +154,8 @@ class TaggedText(MarkedText):
         self._space: list[str] = []  # trailing space, held back
         self._begun = ""  # of the current call: the space before it, and its marker
         self._call: list[str] = []
+        self._strings = _JsonStrings()  # of the current call
+        self._quotes_end = False  # a string of the call has the marker at which calls end
 
     def _markers(self) -> tuple[str, ...]:
         calls = self._calls
@@ -129,7 +165,9 @@ class TaggedText(MarkedText):
             return tags + ((calls.begin, *calls.around) if calls and calls.ends_thought else ())
         if self._where is _Where.CALL:
             assert calls is not None
-            return (calls.end,) if calls.end else (calls.begin,)
+            end = calls.end or calls.begin
+            # A line break may show that it was no string after all.
+            return (end, "\n") if self._quotes_end else (end,)
         found = (calls.begin, *calls.around) if calls is not None else ()
         if calls is not None and calls.also:
             found += (calls.also,)
@@ -139,7 +177,7 @@ class TaggedText(MarkedText):
 
     def _passed(self, text: str) -> None:
         if self._where is _Where.CALL:
-            self._call.append(text)
+            self._add_to_call(text)
             return
         if self._trims:
             text = text.lstrip()
@@ -160,12 +198,18 @@ class TaggedText(MarkedText):
             if self._calls is not None and self._calls.bare and kept.lstrip().startswith("{"):
                 after, self._space = self._space, []
                 self._begin_call("")
-                self._call = [shown, *after]
+                self._add_to_call("".join((shown, *after)))
                 return
         self._parts.append(Said(shown))
 
     def _found(self, marker: str) -> None:
         if self._where is _Where.CALL:
+            if marker == "\n" or self._strings.inside:
+                self._quotes_end = True
+                self._add_to_call(marker)
+                if marker == "\n" and self._strings.is_broken:
+                    self._end_call("")
+                return
             self._end_call(marker)
         if marker == THINK_END:
             self._left_open = False
@@ -175,7 +219,7 @@ class TaggedText(MarkedText):
             self._begin_call(marker)
         elif self._calls is not None and marker == self._calls.also:
             self._begin_call("")
-            self._call.append(marker)
+            self._add_to_call(marker)
         elif self._calls is None or marker != self._calls.end:
             # After a thought the answer begins, in which another opening tag would be text.
             self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.BEGIN
@@ -194,6 +238,13 @@ class TaggedText(MarkedText):
         self._begun = "".join(self._space) + marker
         self._call = []
         self._space = []
+        self._strings = _JsonStrings()
+        self._quotes_end = False
+
+    def _add_to_call(self, text: str) -> None:
+        self._call.append(text)
+        if self._calls is not None and not self._calls.untyped:
+            self._strings.feed(text)
 
     def _end_call(self, marker: str) -> None:
         assert self._calls is not None
