@@ -28,7 +28,7 @@ from bench.floors import (
 from bench.shapes import Shape
 from decode.config import MAX_SLOTS
 from decode.rings import first_seen
-from model.buckets import check_page_size, pages_for, touched_pages
+from model.buckets import MAX_SEQS_PER_CHUNK, check_page_size, pages_for, touched_pages
 from model.config import FP8, ModelConfig
 from model.config_quantised import codes_of
 from model.errors import ModelError
@@ -42,7 +42,6 @@ from transfer.worker_config import check_devices, check_experts
 ROLES: Final = ("prefill", "decode")
 _LEAST, _MOST = 1e-6, 1e9  # of a device's figures: beyond, times would be 0 or without end
 _SLOTS: Final = 256  # of a rank: the default of workers on accelerators
-_PROMPTS: Final = 8  # of a chunk: the default of prefill workers
 STEPS: Final = (1, 16, 64, 256)  # slots of a rank for which steps are listed, if they fit
 
 
@@ -79,6 +78,7 @@ class PlanConfig:
     input_tokens: int = 1024
     output_tokens: int = 256
     chunked_prefill_size: int = 8192
+    max_seqs_per_chunk: int = 8  # prompts packed into one chunk
     max_running_requests: int = 0  # slots of all ranks, as of a worker; 0: 256 for each
     device_memory_gib: float = 139.0
     copy_gb: float = 4300.0  # a second, read and written
@@ -88,6 +88,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         at_least(self, "max_running_requests", 0)
         at_most(self, "max_running_requests", MAX_SLOTS)
+        at_most(self, "max_seqs_per_chunk", MAX_SEQS_PER_CHUNK)
         for name in vars(self):
             if name not in ("model_path", "max_running_requests"):
                 above_zero(self, name)
@@ -128,6 +129,7 @@ HELP = {
     "input_tokens": "tokens of each prompt",
     "output_tokens": "tokens of each answer",
     "chunked_prefill_size": "maximum prompt tokens computed at once",
+    "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",
     "max_running_requests": "slots: maximum number of requests decoded at once, over all "
     "data-parallel ranks; 0: 256 for each rank",
     "device_memory_gib": "memory of a device, in GiB",
@@ -290,7 +292,7 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
 def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
     ceilings = plan.ceilings
     packed = max(1, plan.chunked_prefill_size // plan.input_tokens)
-    packed = min(packed, prefill.requests(plan.input_tokens), _PROMPTS)
+    packed = min(packed, prefill.requests(plan.input_tokens), plan.max_seqs_per_chunk)
     alone_s = prefill.chunk_s(plan.input_tokens, 1, ceilings)
     taken = packed * prefill.config.dp_size / prefill.chunk_s(plan.input_tokens, packed, ceilings)
     sent = decode.sent_bytes(plan.input_tokens)

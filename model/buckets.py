@@ -7,6 +7,7 @@ from typing import NamedTuple
 from model.errors import ModelError
 
 LIST_FACTOR = 4  # ratio of successive lengths of a chunk's list of pages, where there are several
+MAX_SEQS_PER_CHUNK = 1024  # each has a row of logits
 _LONG_CHUNK = 512
 _SHORTEST_CHUNK = 16
 

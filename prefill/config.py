@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from model.buckets import MAX_SEQS_PER_CHUNK
 from prefill.balancer import Method
 from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.checks import at_least, at_most
@@ -30,4 +31,4 @@ class PrefillConfig(WorkerConfig):
         at_least(self, "max_frame_bytes", 1)
         at_most(self, "transfer_connections", 64)  # each has a thread at either end
         at_most(self, "max_frame_bytes", MAX_PAYLOAD_BYTES)
-        at_most(self, "max_seqs_per_chunk", 1024)  # each has a row of logits
+        at_most(self, "max_seqs_per_chunk", MAX_SEQS_PER_CHUNK)

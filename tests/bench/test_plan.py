@@ -185,11 +185,14 @@ def test_the_number_of_workers_follows_from_the_slower_role() -> None:
     assert "prefill, 1.0 decode" in longer[-2]
 
 
-def test_a_chunk_has_no_more_prompts_than_a_prefill_worker_packs() -> None:
+@pytest.mark.parametrize("most", [PrefillConfig.max_seqs_per_chunk, 16])
+def test_a_chunk_has_no_more_prompts_than_a_prefill_worker_packs(most: int) -> None:
     group = plan_group(QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16"), 139.0)
-    told = "\n".join(report(dataclasses.replace(PLAN, input_tokens=64), group, group))
-    assert f"chunks of {PrefillConfig.max_seqs_per_chunk} prompt(s)" in told
-    assert f"{8 / group.chunk_s(64, 8, H200):,.1f} prompts/s" in told
+    plan = dataclasses.replace(PLAN, input_tokens=64, max_seqs_per_chunk=most)
+    assert PLAN.max_seqs_per_chunk == PrefillConfig.max_seqs_per_chunk
+    told = "\n".join(report(plan, group, group))
+    assert f"chunks of {most} prompt(s)" in told
+    assert f"{most / group.chunk_s(64, most, H200):,.1f} prompts/s" in told
 
 
 def test_slots_are_of_all_ranks_as_those_of_a_worker() -> None:
