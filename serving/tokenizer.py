@@ -279,13 +279,15 @@ class Tokenizer:
             return False
 
     def _takes_parts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Probe with a content of one part."""
-        probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        """Probe with two parts: a template that prints the first alone would lose the others."""
+        parts = [{"type": "text", "text": text} for text in ("probe", "second")]
+        probe = [{"role": "user", "content": parts}]
         try:
             text = self.apply_chat_template(probe, tools)
         except ChatTemplateError:
             return False
-        return "probe" in text and "'text'" not in text and '"text"' not in text
+        prints_both = "second" in text.partition("probe")[2]
+        return prints_both and "'text'" not in text and '"text"' not in text
 
     def _prints_call(self, form: CallForm, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Probe with one call. A template that prints the object as Python does wants text."""

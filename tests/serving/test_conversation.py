@@ -214,18 +214,29 @@ def test_a_call_beside_an_empty_text_is_a_call(tmp_path: Path) -> None:
 
 
 def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path: Path) -> None:
-    first = "(m.content if m.content is string else m.content[0].text)"
-    shown = f"{{{{ '[' + m.role + ']' + {first} }}}}"
-    by_parts = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    joined = "(m.content if m.content is string else m.content | map(attribute='text') | join)"
+    by_parts = _printing(joined)
     listed = [{"name": "default", "template": by_parts}]
-    listed += [{"name": "tool_use", "template": by_parts.replace(first, "m.content")}]
+    listed += [{"name": "tool_use", "template": by_parts.replace(joined, "m.content")}]
     model = served(tmp_path, listed)
     parts = [{"type": "text", "text": text} for text in ("a", "b")]
     for role in ("system", "assistant", "tool"):
         assert rendered(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
     asked = {"role": "user", "content": parts}
-    assert rendered(model, asked) == "[user]a"  # the template was given parts
+    assert rendered(model, asked) == "[user]ab"  # the template was given parts
     assert rendered(model, asked, tools=[_tool("f")]) == "[user]a\nb"
+
+
+def test_no_part_is_lost_where_a_template_prints_the_first_alone(tmp_path: Path) -> None:
+    first = "(m.content if m.content is string else m.content[0].text)"
+    model = served(tmp_path, _printing(first))
+    asked = {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    assert rendered(model, asked) == "[user]a\nb"
+
+
+def _printing(content: str) -> str:
+    """A template that prints the role of each message and this expression of it."""
+    return f"{{% for m in messages %}}{{{{ '[' + m.role + ']' + {content} }}}}{{% endfor %}}"
 
 
 @pytest.mark.parametrize(
