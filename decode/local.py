@@ -59,20 +59,36 @@ class LocalPrompt:
         return self.seat.pages
 
 
-def local_buckets(local_tokens: int, chunk_tokens: int, page_size: int) -> PrefillBuckets:
-    """Shapes of chunks for prompts of up to local_tokens tokens, chunk_tokens at once."""
+def local_buckets(
+    local_tokens: int, chunk_tokens: int, page_size: int, padding_costs: bool = False
+) -> PrefillBuckets:
+    """Shapes of chunks for prompts of up to local_tokens tokens, chunk_tokens at once.
+
+    padding_costs: see PrefillBuckets.
+    """
     whole = pages_for(local_tokens, page_size) * page_size
-    return prefill_buckets(min(chunk_tokens, whole), MAX_SEQS, whole, page_size)
+    most = min(chunk_tokens, whole)
+    return prefill_buckets(most, MAX_SEQS, whole, page_size, padding_costs=padding_costs)
 
 
 class LocalQueue:
     """The prompts that wait for chunks, by rank."""
 
-    def __init__(self, admission: Admission, chunk_tokens: int, chunk_pages: int) -> None:
-        """chunk_tokens, chunk_pages: limits of one rank's chunk; the pages hold a whole prompt."""
+    def __init__(
+        self,
+        admission: Admission,
+        chunk_tokens: int,
+        chunk_pages: int,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        """chunk_tokens, chunk_pages: limits of one rank's chunk; the pages hold a whole prompt.
+
+        sizes: see ChunkLimits; of several ranks none can choose the length alone.
+        """
         self._admission = admission
         self._waiting: list[deque[LocalPrompt]] = [deque() for _ in admission.caches]
-        self._limits = ChunkLimits(chunk_tokens, MAX_SEQS, chunk_pages, admission.page_size)
+        own = sizes if len(self._waiting) == 1 else ()
+        self._limits = ChunkLimits(chunk_tokens, MAX_SEQS, chunk_pages, admission.page_size, own)
 
     def add(self, prompt: LocalPrompt) -> None:
         """Queue a prompt."""

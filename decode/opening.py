@@ -39,7 +39,7 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
     local, local_tokens = None, most_local(config, opened.context_length)
     buckets = _buckets(config, opened)
     if local_tokens:
-        local = local_buckets(local_tokens, chunk, opened.kv.page_size)
+        local = local_buckets(local_tokens, chunk, opened.kv.page_size, opened.padding_costs)
     engine = DecodeEngine(
         opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
     )

@@ -66,7 +66,9 @@ class PrefillBuckets:
     the chunk's list of context pages (its cost follows the pages in use, not the capacity; where it
     does not, there are shorter lists: `list_sizes`).
     run_pages: lengths of a gathered run of pages on its way out. staged_pages: pages of each rank
-    that may be gathered but not yet on the host, padding included.
+    that may be gathered but not yet on the host, padding included. padding_costs: as much time as
+    tokens do, as on a CPU unless the network is small; elsewhere a short chunk takes hardly less
+    time than one a few times as long.
     """
 
     tokens: tuple[int, ...]
@@ -74,6 +76,12 @@ class PrefillBuckets:
     pages: int
     run_pages: tuple[int, ...]
     staged_pages: int
+    padding_costs: bool = False
+
+    @property
+    def dear_tokens(self) -> tuple[int, ...]:
+        """`tokens` where padding costs, as of model.pieces.ChunkLimits; () where it does not."""
+        return self.tokens if self.padding_costs else ()
 
 
 def list_sizes(buckets: PrefillBuckets, tokens: int, page_size: int) -> tuple[int, ...]:
@@ -161,10 +169,12 @@ def prefill_buckets(
     page_size: int,
     groups: int = 1,
     run_pages: int = MAX_RUN_PAGES,
+    padding_costs: bool = False,
 ) -> PrefillBuckets:
     """Every program serves every context length.
 
-    groups: see model.config.KVSpec. run_pages: the most to gather at once.
+    groups: see model.config.KVSpec. run_pages: the most to gather at once. padding_costs: see
+    PrefillBuckets.
     """
     check_page_size(page_size, chunk_size, context_length)
     run = min(run_pages, pages_for(chunk_size, page_size))
@@ -175,6 +185,7 @@ def prefill_buckets(
         run_pages=geometric(1, run, 4),
         # Pages that two chunks compute. A prompt with a cached prefix has up to its context more.
         staged_pages=2 * groups * (pages_for(chunk_size, page_size) + run),
+        padding_costs=padding_costs,
     )
 
 

@@ -84,6 +84,11 @@ class OpenedModel:
         return list(self.model.mesh.devices.flat)
 
     @property
+    def padding_costs(self) -> bool:
+        """See model.buckets.PrefillBuckets."""
+        return on_cpu() and not is_small(self.model.cfg.hidden_size)
+
+    @property
     def run_pages(self) -> int:
         """The most pages that are gathered, or put in place, at once."""
         shards = len(self.devices) // self.dp_size

@@ -1,12 +1,15 @@
 """Runs of prompts' tokens, and how they are packed into chunks."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from model.buckets import pages_for
+from model.buckets import bucket_for, pages_for
+
+_CALL_TOKENS = 64  # as many take the time that a chunk takes beside its tokens, or less
 
 
 @runtime_checkable
@@ -58,12 +61,32 @@ class PackedPrompt(ChunkPrompt, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
-    """What one chunk of one rank takes at most."""
+    """What one chunk of one rank takes at most.
+
+    sizes: ascending lengths to which a chunk is padded, where padding costs as much as tokens do.
+    """
 
     tokens: int
     seqs: int  # prompts
     pages: int  # of context, tokens of this chunk included
     page_size: int
+    sizes: tuple[int, ...] = ()
+
+    def tokens_for(self, waiting: int) -> int:
+        """Tokens that the next chunk may have, when so many wait.
+
+        A shorter size where several chunks of it, and what is left, take less time than one that
+        has them all: 129 tokens would be padded to 512.
+        """
+        at = bisect_left(self.sizes, waiting)
+        if not 0 < at < len(self.sizes):
+            return self.tokens
+        shorter = self.sizes[at - 1]
+        whole, rest = divmod(waiting, shorter)
+        several = whole * (shorter + _CALL_TOKENS)
+        if rest:
+            several += bucket_for(rest, self.sizes) + _CALL_TOKENS
+        return shorter if several < self.sizes[at] + _CALL_TOKENS else self.tokens
 
     @property
     def part_of_shorter(self) -> int:
@@ -98,7 +121,8 @@ def pack[Q: PackedPrompt](
     piece that got more tokens in the end.
     """
     pieces: list[Piece[Q]] = []
-    tokens_left, pages_left = limits.tokens, limits.pages
+    waiting = sum(prompt.num_tokens - prompt.num_planned for prompt in prompts)
+    tokens_left, pages_left = limits.tokens_for(waiting), limits.pages
     shorter = sum(short)  # tokens of the short prompts not reached yet
     for prompt, own in zip(prompts, short, strict=True):
         if not tokens_left or len(pieces) == limits.seqs:

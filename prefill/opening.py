@@ -16,7 +16,13 @@ def build_engine(
     page_size, context = opened.kv.page_size, opened.context_length
     chunk = min(chunk, pages_for(context, page_size) * page_size)
     buckets = prefill_buckets(
-        chunk, config.max_seqs_per_chunk, context, page_size, opened.kv.groups, opened.run_pages
+        chunk,
+        config.max_seqs_per_chunk,
+        context,
+        page_size,
+        opened.kv.groups,
+        opened.run_pages,
+        opened.padding_costs,
     )
     # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
     contexts = config.max_seqs_per_chunk if on_cpu() else 1 << 20

@@ -64,11 +64,13 @@ class PrefillScheduler:
         chunk_tokens: int,
         chunk_seqs: int,
         chunk_pages: int,
+        sizes: tuple[int, ...] = (),
     ) -> None:
+        """sizes: see ChunkLimits."""
         self._pool = pool
         self._cache = cache
         self._page_size = cache.page_size
-        self._limits = ChunkLimits(chunk_tokens, chunk_seqs, chunk_pages, cache.page_size)
+        self._limits = ChunkLimits(chunk_tokens, chunk_seqs, chunk_pages, cache.page_size, sizes)
         self._prompts: dict[int, Prompt] = {}
         self._ready: list[Prompt] = []  # granted, with tokens left to plan; oldest first
         self._is_dry = False  # the last plan left out a prompt that found no pages

@@ -132,7 +132,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def _make_rank(self, buckets: PrefillBuckets) -> Rank:
         pool = PagePool(self._num_pages)
         cache = PrefixCache(pool, self._facts.page_size, not self.config.disable_radix_cache)
-        scheduler = PrefillScheduler(pool, cache, buckets.tokens[-1], buckets.seqs, buckets.pages)
+        # The longest chunk of any rank is the length of all: one alone cannot choose it.
+        sizes = buckets.dear_tokens if self.config.dp_size == 1 else ()
+        limits = buckets.tokens[-1], buckets.seqs, buckets.pages, sizes
+        scheduler = PrefillScheduler(pool, cache, *limits)
         return Rank(pool, cache, scheduler)
 
     def register_methods(self, server: RpcServer) -> None:

@@ -21,9 +21,15 @@ from transfer.worker import Aborted, Drain
 class Desk:
     """Seats of prompts that share nothing, and the queue of those prompts."""
 
-    def __init__(self, ranks: int = 1, chunk_tokens: int = 10, chunk_pages: int = 1000) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        chunk_tokens: int = 10,
+        chunk_pages: int = 1000,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         self.admission = Admission([PagePool(100) for _ in range(ranks)], 100, PAGE, 0, True)
-        self.queue = LocalQueue(self.admission, chunk_tokens, chunk_pages)
+        self.queue = LocalQueue(self.admission, chunk_tokens, chunk_pages, sizes)
 
     def seat(self, room: int, num_tokens: int, rank: int = 0, first: int = 0) -> Seat:
         """first: the prompt's first token; 0: one that no other prompt has."""
@@ -56,6 +62,15 @@ def test_a_chunk_is_filled_in_order_by_rank_and_a_long_prompt_goes_on_in_the_nex
     assert spans(queue) == [[(2, 14, 24)], []]
     assert spans(queue) == [[(2, 24, 25)], []]
     assert len(queue) == 0
+
+
+def test_where_padding_costs_a_rank_that_is_alone_chooses_shorter_chunks() -> None:
+    alone, two = (Desk(ranks, 512, sizes=(32, 128, 512)) for ranks in (1, 2))
+    for desk in (alone, two):
+        desk.seat(1, 150)
+    assert spans(alone.queue) == [[(1, 0, 128)]]
+    assert spans(alone.queue) == [[(1, 128, 150)]]
+    assert spans(two.queue) == [[(1, 0, 150)], []]
 
 
 def test_what_others_have_computed_by_then_is_not_computed_again() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import opening
+from model import opening, processors
 from model.errors import MemoryShortage, ModelError
 from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
@@ -148,6 +148,17 @@ def test_that_is_told_apart_before_weights_are_loaded(
     with pytest.raises(ModelError, match="too little memory") as caught:
         open_plainly(GOLDENS / "llama" / "model", PAGE_SIZE, CONTEXT)
     assert type(caught.value) is error
+
+
+def test_padding_costs_on_a_cpu_unless_the_network_is_small(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [opened.padding_costs]  # a hidden size of 96
+    monkeypatch.setattr(processors, "_SMALL", 95)
+    found.append(opened.padding_costs)
+    monkeypatch.setattr(opening, "on_cpu", lambda: False)
+    found.append(opened.padding_costs)
+    assert found == [False, True, False]
 
 
 @given(st.integers(1, 1 << 40))

@@ -24,11 +24,12 @@ class Bench:
         chunk_seqs: int = 3,
         chunk_pages: int = 64,
         cached: bool = True,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         self.pool = PagePool(num_pages)
         self.cache = PrefixCache(self.pool, PAGE, cached)
         self.scheduler = PrefillScheduler(
-            self.pool, self.cache, chunk_tokens, chunk_seqs, chunk_pages
+            self.pool, self.cache, chunk_tokens, chunk_seqs, chunk_pages, sizes
         )
 
     def add(
@@ -61,6 +62,18 @@ class Bench:
         """Whether only the cache holds pages."""
         self.pool.check()
         return self.pool.num_held == len(self.cache) == self.cache.num_evictable()
+
+
+def test_where_padding_costs_a_prompt_that_is_alone_has_shorter_chunks() -> None:
+    bench = Bench(256, 512, chunk_pages=256, sizes=(32, 128, 512))
+    bench.add(1, 150)
+    assert bench.plan() == [(1, 0, 128)]
+    assert bench.plan() == [(1, 128, 150)]
+    bench.add(2, 40)
+    bench.add(3, 100)
+    assert bench.plan() == [(2, 0, 40), (3, 0, 88)]
+    bench.add(4, 60)
+    assert bench.plan() == [(3, 88, 100), (4, 0, 60)]
 
 
 def test_nothing_runs_before_its_grant() -> None:
