@@ -172,9 +172,8 @@ class LayerWeights(Mapping[str, Array]):
             return array.reshape(*lead, math.prod(own[:inputs]), -1)
 
         scales = self.arrays.get(f"{name}_scale")
-        own = None if scales is None else flat(scales)
-        own_values = flat(self.arrays[name])
-        return Matrix(own_values, own, self.dtype, self.on_cpu, at, used=self.used)
+        values, own = flat(self.arrays[name]), None if scales is None else flat(scales)
+        return Matrix(values, own, self.dtype, self.on_cpu, at, used=self.used)
 
 
 def zeros_after(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
+from model import products
 from model.buckets import DecodeBuckets, decode_buckets
 from model.captured import Captured
 from model.config import ModelConfig
@@ -164,6 +167,17 @@ class Harness:
         run = compiled_soon(prefill_captured, self._optimized)
         hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
         return np.asarray(hidden), jax.tree.map(np.asarray, captured)
+
+
+@contextmanager
+def sizes_of_products(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Tiles and blocks of model.products have these sizes, by the names of its constants."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(products, name, size)
+        jax.clear_caches()  # drops earlier traces of the same model
+        yield
+    jax.clear_caches()
 
 
 def compiled_soon(function: Any, optimized: bool) -> Any:

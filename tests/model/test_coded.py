@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import kernels, products
+from model import kernels
 from model.coded import CODE_DTYPES, ExpertStacks, decoded
 from model.config import ModelConfig
 from model.config_quantised import codes_of
@@ -27,7 +27,7 @@ from model.sharding import Dims, make_mesh
 from model.transformer import Model
 from model.weights import coded_parameters, load_params, stored_bytes
 from tests.model.checkpoints import QWEN2, write_checkpoint
-from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
+from tests.model.harness import GOLDENS, Golden, Harness, open_plainly, sizes_of_products
 from tests.model.quantised_checkpoints import fp8_pair, int4_pair, int8_pair, mxfp4_pair
 
 PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
@@ -455,19 +455,14 @@ def test_a_missing_tensor_is_told_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [False, True], ids=["numbers", "codes"])
-def test_a_network_in_tiles_generates_what_whole_products_do(
-    how: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_in_tiles_generates_what_whole_products_do(how: bool, tmp_path: Path) -> None:
     """Experts, stacked layers, strips of the head: in tiles made small for a small network."""
     folder, _ = fp8_pair("deepseek_v3", tmp_path / "fp8", tmp_path / "plain", (24, 16))
     prompts = [list(range(1, n)) for n in (5, 40, 23)]
     whole = Harness(folder, coded=how).run(prompts, 8)
     tiny = {"_INPUTS": 16, "_OUTPUTS": 48, "_WIDEST": 64, "_STRIP": 32, "_SMALL": 64, "_LEAST": 8}
-    for name, size in (tiny | {"_LARGE": 64}).items():
-        monkeypatch.setattr(products, name, size)
-    jax.clear_caches()  # drops earlier traces of the same model
-    tiles = Harness(folder, coded=how).run(prompts, 8)
-    jax.clear_caches()
+    with sizes_of_products(tiny | {"_LARGE": 64}):
+        tiles = Harness(folder, coded=how).run(prompts, 8)
     for one, other in zip(tiles, whole, strict=True):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=1e-4)

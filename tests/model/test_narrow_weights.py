@@ -16,7 +16,7 @@ from model.sharding import make_mesh
 from model.transformer import Model, random_params
 from model.weights import stored_bytes
 from tests.model.checkpoints import golden_config, write_config
-from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
+from tests.model.harness import GOLDENS, Golden, Harness, open_plainly, sizes_of_products
 
 PROMPTS = [list(range(3, 40)), list(range(90, 95)), [7]]
 
@@ -67,8 +67,6 @@ def test_a_chunk_without_the_rows_that_pad_it_gives_what_the_whole_chunk_does(
     folder = Golden(name).checkpoint
     prompts = [PROMPTS[0], list(range(90, 106))]  # three whole chunks, and five rows of another
     whole = Harness(folder, narrow=True).run(prompts, 8)
-    for what, size in {"_SMALL": 64, "_LARGE": 64, "_COLUMNS": 32, "_BLOCK": 4}.items():
-        monkeypatch.setattr(products, what, size)
     asked: list[bool] = []
     in_blocks = products.Matrix.in_blocks
 
@@ -77,9 +75,9 @@ def test_a_chunk_without_the_rows_that_pad_it_gives_what_the_whole_chunk_does(
         return asked[-1]
 
     monkeypatch.setattr(products.Matrix, "in_blocks", noted)
-    jax.clear_caches()  # drops earlier traces of the same model
-    found = Harness(folder, narrow=True).run(prompts, 8)
-    jax.clear_caches()
+    tiny = {"_SMALL": 64, "_LARGE": 64, "_COLUMNS": 32, "_BLOCK": 4}
+    with sizes_of_products(tiny):
+        found = Harness(folder, narrow=True).run(prompts, 8)
     for one, other in zip(found, whole, strict=True):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=1e-4)
