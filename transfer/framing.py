@@ -265,6 +265,18 @@ class Connection:
         yield
         self._deadline_s = None
 
+    def hang_up(self, timeout_s: float) -> None:
+        """End the connection, and wait up to timeout_s for the peer to end it as well.
+
+        What the peer still sends is discarded.
+        """
+        if timeout_s:
+            with contextlib.suppress(OSError, PeerLost), self.all_within(timeout_s):
+                self._sock.shutdown(socket.SHUT_WR)
+                while True:
+                    self._receive(self._ahead, 0)
+        self.shutdown()
+
     def close(self) -> None:
         # No other thread may be sending: a closed descriptor's number may be reused.
         with self._sending, self._lock:

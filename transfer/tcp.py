@@ -384,7 +384,7 @@ class TcpFeeder:
             connection.shutdown()
 
     def _run(self) -> None:
-        message = "closed"
+        message, parting_s = "closed", 0.0
         try:
             connection = self.connection = self._greet()
             self.greeted(connection)
@@ -396,11 +396,13 @@ class TcpFeeder:
             if not isinstance(error, PeerLost):
                 self.receiver.count("connections_refused")
                 self._complaint.tell(error)
+                if self.receiver.busy(self):
+                    parting_s = self.receiver.stall_timeout_s
         finally:
             try:
                 if self.connection is not None:
-                    # Before its rooms are told lost: one that is tried again finds it ended.
-                    self.connection.shutdown()
+                    # Before its rooms are told lost: tried again, none must get it once more.
+                    self.connection.hang_up(parting_s)
                 self.receiver.left(self, message)
             finally:
                 if self.connection is not None:

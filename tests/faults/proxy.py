@@ -1,6 +1,7 @@
 """A data-plane proxy that reads frames as they pass, and harms one when told to."""
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -106,9 +107,10 @@ class _Passage:
         self._sender = ""
         self._flows = asyncio.Event()
         self._flows.set()
-        # True once a frame was held up for long: the sender may have given up the connection, with
-        # its FIN still behind all that it sent before. Nobody need notice a fault there.
-        self._held_up = False
+        # True once decode has ended its side, or a frame was held up for long: then the sender may
+        # have given up the connection, with its FIN still behind all that it sent before. Nobody
+        # need notice a fault there.
+        self._may_be_over = False
 
     async def run(self) -> None:
         try:
@@ -120,6 +122,12 @@ class _Passage:
         ways = [asyncio.create_task(way) for way in (self._forth(), self._back())]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            if ways[1].done() and not ways[1].exception():
+                # Decode has sent its last, and may wait for the sender to end the connection too.
+                self._may_be_over = True
+                with contextlib.suppress(OSError):
+                    self._to_sender.write_eof()
+                await asyncio.wait(ways[:1])
         finally:
             # Whichever side ended, close the other one too.
             for way in ways:
@@ -145,12 +153,12 @@ class _Passage:
             begun_s = time.monotonic()
             self._note(frame, rest)
             data = bytearray(header + rest)
-            trap = None if self._held_up else self._proxy.caught(frame, self._sender)
+            trap = None if self._may_be_over else self._proxy.caught(frame, self._sender)
             if trap is None:
                 await self._send(data)
             else:
                 await self._harm(trap, data)
-            self._held_up |= time.monotonic() - begun_s > _HELD_UP_S
+            self._may_be_over |= time.monotonic() - begun_s > _HELD_UP_S
 
     def _note(self, frame: Frame, rest: bytes) -> None:
         self._proxy.counts[frame.kind.name] += 1

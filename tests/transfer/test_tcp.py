@@ -122,26 +122,6 @@ def test_a_changed_byte_ends_the_connection_and_is_never_delivered(ends: TcpEnds
     still_serves(ends)
 
 
-def test_the_connection_of_a_damaged_frame_ends_before_its_rooms_are_told_lost(
-    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tried again at once, a room would otherwise come by the connection that is about to end."""
-    ends.receiver.expect(1, 1, 2)
-    data = pages_frame(num_pages=1, page_start=1)
-    data[-1] ^= 1
-    with raw_peer(ends.address) as (sock, connection):
-        was_over: list[bool] = []
-
-        def told(event: ReceiverEvent) -> None:
-            was_over.append(connection.is_over)
-            ends.diary.on_receiver_event(event)
-
-        monkeypatch.setattr(ends.receiver, "_on_event", told)
-        sock.sendall(pages_frame(num_pages=1) + data)
-        ends.until(lambda: ends.diary.lost != [])
-    assert was_over == [False, True]
-
-
 ROOM_AT, EPOCH_AT, KIND_AT = 8, 16, 6
 
 
