@@ -164,6 +164,20 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
     return jax.tree.unflatten(tree, [made[_path(path)] for path, _ in flat])
 
 
+def stored_dtypes(folder: Path) -> dict[str, set[str]]:
+    """The dtypes in which the folder has each kind of parameter, by its name within a layer.
+
+    Raises ModelError as load_params does.
+    """
+    params = folder.absolute() / _PARAMS
+    with _orbax().Checkpointer(_orbax().PyTreeCheckpointHandler()) as checkpointer:
+        found = _stored(params, checkpointer)
+    dtypes: dict[str, set[str]] = {}
+    for name, stored in found.items():
+        dtypes.setdefault(name[-1], set()).add(str(stored.dtype))
+    return dtypes
+
+
 def add_to_digest(folder: Path, digest: Any) -> None:
     """Feed names, sizes and first bytes of the files, in order of name."""
     root = folder / _PARAMS
@@ -228,13 +242,7 @@ def _layers(stack: Array, first: int, end: int) -> Array:
 
 def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
     """Compare names and shapes before anything is read."""
-    try:
-        metadata = checkpointer.metadata(params).item_metadata
-    except Exception as error:  # the library raises nothing more specific
-        raise ModelError(f"{params}: not a readable Orbax checkpoint: {_told(error)}") from error
-    if metadata is None:
-        raise ModelError(f"{params}: not a readable Orbax checkpoint: its files are damaged")
-    found = _flat(metadata.tree)
+    found = _stored(params, checkpointer)
     for name, leaf in leaves.items():
         where = f"{params}: parameter {'.'.join(name)}"
         if name not in found:
@@ -245,6 +253,17 @@ def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf])
     for name in found:
         if name not in leaves:
             raise ModelError(f"{params}: parameter {'.'.join(name)} is unknown in this model")
+
+
+def _stored(params: Path, checkpointer: Any) -> dict[tuple[str, ...], Any]:
+    """What the folder says of each parameter: shape and dtype."""
+    try:
+        metadata = checkpointer.metadata(params).item_metadata
+    except Exception as error:  # the library raises nothing more specific
+        raise ModelError(f"{params}: not a readable Orbax checkpoint: {_told(error)}") from error
+    if metadata is None:
+        raise ModelError(f"{params}: not a readable Orbax checkpoint: its files are damaged")
+    return _flat(metadata.tree)
 
 
 def _told(error: BaseException) -> str:

@@ -91,15 +91,17 @@ def coded_parameters(
 def bfloat16_parameters(path: str | Path, dims: Dims, dummy: bool = False) -> tuple[str, ...]:
     """`Dims.in_bfloat16` for a checkpoint folder: the matrices that it has in bfloat16 throughout.
 
-    dims says which are codes. An Orbax folder has none. dummy: as config.json says. Raises
-    ModelError as load_params does.
+    dims says which are codes. dummy: as config.json says. Raises ModelError as load_params does.
     """
     cfg, folder = dims.cfg, Path(path)
     names = [x for x in ("embed", "lm_head", *dims.coded_inputs) if x not in dims.coded]
     if dummy:
         return tuple(names) if cfg.torch_dtype == "bfloat16" else ()
     if is_orbax(folder):
-        return ()
+        dtypes = orbax.stored_dtypes(folder)
+        if cfg.tie_word_embeddings and "embed" in dtypes:
+            dtypes["lm_head"] = dtypes["embed"]
+        return tuple(name for name in names if dtypes.get(name) == {"bfloat16"})
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
     tree, present = param_sources(replace(dims, coded=(), tied_as_head=False)), set(files.names)
     if cfg.tie_word_embeddings:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -99,18 +100,36 @@ def test_a_parameter_with_a_tensor_of_another_dtype_stays_in_float32(tmp_path: P
 
 
 @pytest.mark.usefixtures("large")
-def test_float32_checkpoints_codes_orbax_and_other_devices_are_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_float32_checkpoints_codes_and_other_devices_are_as_before(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     qwen = GOLDENS / "qwen3" / "model"
     assert _open(GOLDENS / "llama" / "model").model.dims.in_bfloat16 == ()
     assert _open(qwen, dtype="bfloat16").model.dims.in_bfloat16 == ()
     coded = _open(qwen, quantization="int8").model.dims
     assert set(coded.in_bfloat16) == {"embed", "lm_head"}
-    save_orbax(qwen, tmp_path / "orbax", _open(qwen).model)
-    assert _open(tmp_path / "orbax").model.dims.in_bfloat16 == ()
     monkeypatch.setattr(opening, "on_cpu", lambda: False)
     assert _open(qwen, dtype="float32").model.dims.in_bfloat16 == ()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2", "gpt_oss"])
+@pytest.mark.usefixtures("large")
+def test_an_orbax_folder_is_held_as_the_checkpoint_it_was_made_of(
+    name: str, tmp_path: Path
+) -> None:
+    """qwen3 has a tied table; deepseek_v2 has layers of two kinds."""
+    folder = GOLDENS / name / "model"
+    opened = _open(folder)
+    cfg = opened.model.cfg
+    as_stored = Model.create(cfg, make_mesh(1, 1), jnp.dtype(cfg.torch_dtype), 16)
+    save_orbax(folder, tmp_path / "orbax", as_stored)
+    restored = _open(tmp_path / "orbax")
+    assert restored.model.dims.in_bfloat16 == opened.model.dims.in_bfloat16 != ()
+    for one, other in zip(*map(jax.tree.leaves, (restored.params, opened.params)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    save_orbax(folder, tmp_path / "wide", opened.model)
+    assert _open(tmp_path / "wide").model.dims.in_bfloat16 == ()
 
 
 def test_a_tied_table_has_the_same_random_numbers_however_it_lies() -> None:
