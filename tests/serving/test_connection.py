@@ -231,12 +231,10 @@ async def ask_again(sock: socket.socket, url: str, count: int) -> bytes:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     await asyncio.get_running_loop().sock_sendall(sock, (head.encode() + body) * count)
     data = b""
-    for _ in range(count):
-        end = data.count(b"\r\n0\r\n\r\n") + 1
-        while data.count(b"\r\n0\r\n\r\n") < end:
-            part = await asyncio.get_running_loop().sock_recv(sock, 1 << 20)
-            assert part, "the server closed the connection before the end"
-            data += part
+    while data.count(b"\r\n0\r\n\r\n") < count:
+        part = await asyncio.get_running_loop().sock_recv(sock, 1 << 20)
+        assert part, "the server closed the connection before the end"
+        data += part
     return data
 
 
