@@ -9,6 +9,7 @@ import numpy as np
 from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import ApiError
 from serving.generation import FinishReason, Tokens, Top
+from serving.marked_text import TOKEN_SEAL
 from serving.protocol import INLINE_CHARACTERS, ChoiceAsk
 from serving.tokenizer import StopStrings, Tokenizer
 from transfer import wire
@@ -60,6 +61,7 @@ class Choice:
         "_prompt_entries",
         "_prompt_logprobs",
         "_quiet_ids",
+        "_sealed_ids",
         "_stops",
         "_texts",
         "ask",
@@ -92,10 +94,12 @@ class Choice:
         quiet = frozenset(ask.sampling.stop_token_ids) if not shown.include_stop else frozenset()
         if shown.skip_special_tokens:
             quiet -= tokenizer.special_ids
-        quiet |= shown.quiet_ids
+        self._sealed_ids = shown.sealed_ids
+        quiet = (quiet | shown.quiet_ids) - shown.sealed_ids
         self._quiet_ids = quiet
         # No token needs a look of its own, so several may be taken at once.
-        self.text_only = self.plain and self._stops is None and not quiet
+        needs_look = self._stops is not None or quiet or self._sealed_ids
+        self.text_only = self.plain and not needs_look
 
     @property
     def plain(self) -> bool:
@@ -201,6 +205,8 @@ class Choice:
         if token_id not in self._quiet_ids:
             text = self._detokenizer.push((token_id,))
             num_decoded = len(text)
+            if token_id in self._sealed_ids:
+                text += TOKEN_SEAL
             # Stop strings count only in what comes after min_tokens.
             if index >= self.ask.sampling.min_tokens:
                 text = self._shown(text)

@@ -3,19 +3,24 @@
 Format: openai/harmony: docs/format.md. A message is `<|channel|>NAME [to=TOOL] ... <|message|>TEXT`
 and ends with `<|end|>`, or with a token that ends the answer and is not in its text. Channel
 `analysis` is reasoning. A message to `functions.NAME`, or to NAME alone, as models sometimes write,
-is a call if the request has that tool. All else is content.
+is a call if the request has that tool. All else is content. In the model's own vocabulary markers
+are special tokens; the same text in other tokens, as in a quotation, is then text.
 """
 
 import re
 from typing import Final
 
-from serving.marked_text import MarkedText, Said, Thought
+from serving.marked_text import TOKEN_SEAL, MarkedText, Said, Thought
 from serving.tool_calls import Tools, channel_call
 
 _START: Final = "<|start|>"
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS: Final = (_START, _MESSAGE, *_ENDS, "<|channel|>", "<|constrain|>")
+_OPENING: Final = (_MESSAGE, *_ENDS)
+_CLOSING: Final = (*_ENDS, _START)
+_SEALED_OPENING: Final = tuple(marker + TOKEN_SEAL for marker in _OPENING)
+_SEALED_CLOSING: Final = tuple(marker + TOKEN_SEAL for marker in _CLOSING)
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -23,9 +28,13 @@ _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 class HarmonyText(MarkedText):
     """See the module."""
 
-    def __init__(self, tools: Tools, prompt: str) -> None:
-        """prompt: it may have opened a message, and begun its text."""
+    def __init__(self, tools: Tools, prompt: str, sealed: bool) -> None:
+        """prompt: it may have opened a message, and begun its text.
+
+        sealed: only markers with a TOKEN_SEAL count.
+        """
         super().__init__(tools)
+        self._sealed = sealed
         self._channel = ""
         self._recipient = ""
         self._call: list[str] = []
@@ -37,12 +46,15 @@ class HarmonyText(MarkedText):
             self._open(opened)
 
     def _markers(self) -> tuple[str, ...]:
-        return (_MESSAGE, *_ENDS) if self._header is not None else (*_ENDS, _START)
+        if self._header is None:
+            return _SEALED_CLOSING if self._sealed else _CLOSING
+        return _SEALED_OPENING if self._sealed else _OPENING
 
     def _passed(self, text: str) -> None:
         if self._header is not None:
             self._header.append(text)
             return
+        text = text.replace(TOKEN_SEAL, "")
         if self._recipient:
             self._call.append(text)
             return
@@ -54,19 +66,23 @@ class HarmonyText(MarkedText):
         self._parts.append(kind(text))
 
     def _found(self, marker: str) -> None:
-        if marker == _MESSAGE:
+        if marker.removesuffix(TOKEN_SEAL) == _MESSAGE:
             self._open("".join(self._header or ()))
-        else:
-            self._close()
+            return
+        if not "".join(self._call).strip():  # if it is a call, it has no arguments
+            self._call = ["{}"]
+        self._close()
 
     def _over(self) -> None:
         header = "".join(self._header or ())
         # With a marker it is a header that was cut off; without one it is text in another format.
-        if header and not any(marker in header for marker in MARKERS):
+        markers = (TOKEN_SEAL,) if self._sealed else MARKERS
+        if header and not any(marker in header for marker in markers):
             self._parts.append(Said(header))
         self._close()
 
     def _open(self, header: str) -> None:
+        header = header.replace(TOKEN_SEAL, "")
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._channel = channel[1] if channel else ""
         self._recipient = recipient[1] if recipient and recipient[1] in self._tools else ""

@@ -9,8 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Final
 
 from serving.tool_calls import ToolCall, Tools
+
+# Put after a marker that the model wrote as one token, for parsers that heed only these. Half a
+# surrogate, which is in no text that ids decode to.
+TOKEN_SEAL: Final = "\udc00"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from serving.conversation import (
 from serving.errors import bad_field, not_served
 from serving.forms import check_end, form_of
 from serving.grammar import Form, grammar_text
+from serving.harmony import MARKERS
 from serving.openai_fields import (
     ChatFields,
     CompletionFields,
@@ -277,12 +278,15 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
     if must_call and config.tool_call_parser == "none":
         raise bad_field("tool_choice", "required tool calls need a server with --tool-call-parser")
     calls = config.tool_call_parser != "none" and fields.tool_choice != "none"
+    token_ids = map(model.tokenizer.token_id, MARKERS)
     return Parsing(
         config.reasoning_parser,
         config.tool_call_parser,
         tools_of(named_functions(fields.tools or ()), config.tool_call_parser) if calls else {},
         one_call=fields.parallel_tool_calls is False,
         must_call=must_call,
+        sealed=config.reasoning_parser == "gpt-oss"
+        and all(token_id in model.tokenizer.special_ids for token_id in token_ids),
     )
 
 
@@ -290,6 +294,8 @@ def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:
     """`shown`, with the text of those special tokens that the parser looks for."""
     special = model.tokenizer.special_ids
     markers = special & {model.tokenizer.token_id(marker) for marker in parsing.markers}
+    if parsing.sealed:
+        shown = replace(shown, sealed_ids=frozenset(markers))
     if not (markers and shown.skip_special_tokens):
         return shown
     return replace(shown, skip_special_tokens=False, quiet_ids=special - markers)

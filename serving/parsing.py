@@ -66,6 +66,7 @@ class Parsing:
     must_call: bool = False
     prompt: str = ""
     begun: str = ""  # the beginning of the answer, if the prompt already has it
+    sealed: bool = False  # only markers with a TOKEN_SEAL count
 
     def __bool__(self) -> bool:
         return self.reasoning != "none" or bool(self.tools)
@@ -102,7 +103,7 @@ class Parsing:
     def parser(self) -> MarkedText:
         """A new parser, for one choice."""
         if self.reasoning == "gpt-oss":
-            return HarmonyText(self.tools, self.prompt)
+            return HarmonyText(self.tools, self.prompt, self.sealed)
         thought = self.thought()
         is_inside = thought in ("open", "unasked")
         return TaggedText(thought != "none", is_inside, self._calls, self.tools)

@@ -53,6 +53,7 @@ class Shown:
     include_stop: bool = False
     skip_special_tokens: bool = True
     quiet_ids: frozenset[int] = frozenset()  # show no text even if special tokens are not skipped
+    sealed_ids: frozenset[int] = frozenset()  # always show text, followed by a TOKEN_SEAL
     stop_ids: frozenset[int] = frozenset()  # those the client named; eos ids are not among them
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
