@@ -51,7 +51,11 @@ def messages_of(fields: PromptFields, model: ServedModel) -> list[dict[str, Any]
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
     named_functions(fields.tools or ())  # checks them: a template takes anything
     habits = model.tokenizer.habits[_offered(fields) is not None]
-    return [_message(message, i, model, habits) for i, message in enumerate(fields.messages)]
+    messages = [_message(message, i, model, habits) for i, message in enumerate(fields.messages)]
+    last = messages[-1]
+    if fields.continue_final_message and last["role"] == "assistant" and last["content"]:
+        last["content"] = text_of(last["content"])  # it is the text that the answer goes on with
+    return messages
 
 
 def allowed_tools(
@@ -237,7 +241,8 @@ def _message(
     calls = message.pop("tool_calls", None) or []
     if isinstance(content, list):
         parts = [text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        content = parts if habits.takes_parts and role == "user" else text_of(parts)
+        takes = role in habits.takes_parts and any(part["text"] for part in parts)
+        content = parts if takes else text_of(parts)
     if message.get("function_call") and not calls:
         what = "unsupported; expected tool_calls, and messages of role tool"
         raise bad_field(f"{where}.function_call", what, "unsupported_parameter")

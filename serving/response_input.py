@@ -7,7 +7,7 @@ each of these is an item of its own.
 from collections.abc import Sequence
 from typing import Any
 
-from serving.conversation import MAX_PARTS, text_part
+from serving.conversation import MAX_PARTS, text_of, text_part
 from serving.errors import ApiError, bad_field, quoted, wrong_type
 
 
@@ -36,7 +36,7 @@ def messages_of_input(
         if turn is None or not _may_follow(name, turn):
             turn = {"role": "assistant"}
             messages.append(turn)
-        turn.setdefault(name, []).extend(value)
+        turn.setdefault(name, []).extend([value] if name == "content" else value)
     return [_joined(message) for message in messages]
 
 
@@ -63,9 +63,18 @@ def _may_follow(name: str, turn: dict[str, Any]) -> bool:
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning as one text, which is what templates take."""
+    """The message with its reasoning as one text, and its content as one list of parts.
+
+    The texts of several items are one part, on lines of their own, as a template may join parts
+    without anything between them.
+    """
     if "reasoning_content" in message:
         message["reasoning_content"] = "\n".join(message["reasoning_content"])
+    if message["role"] == "assistant" and "content" in message:
+        contents = message["content"]
+        if len(contents) > 1:
+            contents = [[text_part("\n".join(map(text_of, contents)), "")]]
+        (message["content"],) = contents
     return message
 
 

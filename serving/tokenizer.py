@@ -53,6 +53,13 @@ _PROBE_TOOL: Mapping[str, Any] = {
         },
     },
 }
+_PROBE_ASKS: Mapping[str, Any] = {"role": "user", "content": "x"}
+_PROBE_RESULT: Mapping[str, Any] = {
+    "role": "tool",
+    "tool_call_id": "probe0123",
+    "name": "probe_name",
+}
+_Probe = Sequence[Mapping[str, Any]]
 _FILES = ("vocab_file", "merges_file", "tokenizer_file")  # of tokenizer_config.json
 
 
@@ -69,12 +76,13 @@ class TemplateHabits(NamedTuple):
     call_form: the first form in which it prints a call; the usual form if it prints none.
     DeepSeek's templates join arguments as text, and older ones print calls only if content is null.
     developer_role: the role under which to pass a developer's message; "system" if the template
-    leaves developer messages out. takes_parts: it joins the parts of a content itself.
+    leaves developer messages out. takes_parts: the roles of which it joins the parts of a content
+    itself.
     """
 
     call_form: CallForm
     developer_role: str
-    takes_parts: bool
+    takes_parts: frozenset[str]
 
 
 class Tokenizer:
@@ -268,42 +276,46 @@ class Tokenizer:
     def _habits(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateHabits:
         forms = [CallForm(content, as_text) for as_text in (False, True) for content in ("", None)]
         call_form = next((form for form in forms if self._prints_call(form, tools)), forms[0])
-        role = "developer" if self._prints_developer(tools) else "system"
-        return TemplateHabits(call_form, role, self._takes_parts(tools))
+        said = [{"role": "developer", "content": "probe"}, _PROBE_ASKS]
+        role = "developer" if "probe" in self._probed(said, tools) else "system"
+        takes_parts = {
+            name
+            for name, probes in _part_probes(call_form, role).items()
+            if self._takes_parts(probes, tools)
+        }
+        return TemplateHabits(call_form, role, frozenset(takes_parts))
 
-    def _prints_developer(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        probe = [{"role": "developer", "content": "probe"}, {"role": "user", "content": "x"}]
-        try:
-            return "probe" in self.apply_chat_template(probe, tools)
-        except ChatTemplateError:
-            return False
+    def _takes_parts(
+        self, probes: Sequence[_Probe], tools: Sequence[Mapping[str, Any]] | None
+    ) -> bool:
+        """Whether it prints two parts wherever it prints a text; if it prints the first alone, no.
 
-    def _takes_parts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Probe with two parts: a template that prints the first alone would lose the others."""
-        parts = [{"type": "text", "text": text} for text in ("probe", "second")]
-        probe = [{"role": "user", "content": parts}]
-        try:
-            text = self.apply_chat_template(probe, tools)
-        except ChatTemplateError:
-            return False
-        prints_both = "second" in text.partition("probe")[2]
-        return prints_both and "'text'" not in text and '"text"' not in text
+        probes: conversations in which one message has no content yet.
+        """
+        found = []
+        for probe in probes:
+            shown = self._probed(_with_content(probe, "part0 part1"), tools)
+            if "part0" in shown:
+                parts = [{"type": "text", "text": text} for text in ("part0", "part1")]
+                text = self._probed(_with_content(probe, parts), tools)
+                prints_both = "part1" in text.partition("part0")[2]
+                # More of these than with a text: it prints the objects.
+                names = ("'text'", '"text"')
+                found.append(prints_both and all(text.count(x) <= shown.count(x) for x in names))
+        return bool(found) and all(found)
 
     def _prints_call(self, form: CallForm, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Probe with one call. A template that prints the object as Python does wants text."""
-        arguments = '{"probe_key": 1}' if form.arguments_as_text else {"probe_key": 1}
-        function = {"name": "probe_name", "arguments": arguments}
-        call = {"id": "probe0123", "type": "function", "function": function}
-        probe: list[dict[str, Any]] = [
-            {"role": "user", "content": "probe"},
-            {"role": "assistant", "content": form.content, "tool_calls": [call]},
-            {"role": "tool", "content": "probe", "tool_call_id": "probe0123", "name": "probe_name"},
-        ]
-        try:
-            text = self.apply_chat_template(probe, tools)
-        except ChatTemplateError:
-            return False
+        calls = {"role": "assistant", "content": form.content, **_probe_calls(form)}
+        text = self._probed([_PROBE_ASKS, calls, {**_PROBE_RESULT, "content": "probe"}], tools)
         return "probe_key" in text and "'probe_key'" not in text
+
+    def _probed(self, probe: _Probe, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """What the template makes of a conversation; "" if it refuses it."""
+        try:
+            return self.apply_chat_template(probe, tools)
+        except ChatTemplateError:
+            return ""
 
     def _window_decoder(self, skip_special_tokens: bool) -> WindowDecoder:
         skipped = self.special_ids if skip_special_tokens else frozenset()
@@ -311,6 +323,36 @@ class Tokenizer:
             decode=lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens),
             adds_text=lambda token_id: token_id < self.vocab_size and token_id not in skipped,
         )
+
+
+# --- probes -----------------------------------------------------------------------------------
+
+
+def _probe_calls(form: CallForm) -> dict[str, Any]:
+    """The field of a message with a call."""
+    arguments = '{"probe_key": 1}' if form.arguments_as_text else {"probe_key": 1}
+    function = {"name": "probe_name", "arguments": arguments}
+    return {"tool_calls": [{"id": "probe0123", "type": "function", "function": function}]}
+
+
+def _part_probes(form: CallForm, developer_role: str) -> dict[str, list[_Probe]]:
+    """By role, conversations with a message of that role that has no content yet."""
+    asks, calls = _PROBE_ASKS, {"role": "assistant", **_probe_calls(form)}
+    system, developer = {"role": "system"}, {"role": developer_role}
+    return {
+        "user": [[{"role": "user"}]],
+        "system": [[system, asks], [asks, system, asks]],
+        "developer": [[developer, asks], [asks, developer, asks]],
+        "assistant": [
+            [asks, {"role": "assistant"}, asks],
+            [asks, calls, {**_PROBE_RESULT, "content": "probe"}],
+        ],
+        "tool": [[asks, {**calls, "content": form.content}, _PROBE_RESULT]],
+    }
+
+
+def _with_content(probe: _Probe, content: Any) -> _Probe:
+    return [{"content": content, **message} for message in probe]
 
 
 # --- files ------------------------------------------------------------------------------------

@@ -213,18 +213,67 @@ def test_a_call_beside_an_empty_text_is_a_call(tmp_path: Path) -> None:
     assert rendered(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant>f{}]"
 
 
-def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path: Path) -> None:
-    joined = "(m.content if m.content is string else m.content | map(attribute='text') | join)"
-    by_parts = _printing(joined)
+ROLES = ("user", "system", "developer", "assistant", "tool")
+PARTS = [{"type": "text", "text": text} for text in ("a", "b")]
+JOINED = "(m.content if m.content is string else m.content | map(attribute='text') | join)"
+
+
+@pytest.mark.parametrize("taken", ROLES)
+def test_parts_are_one_text_where_a_template_takes_those_of_others(
+    taken: str, tmp_path: Path
+) -> None:
+    by_parts = _printing(f"({JOINED} if m.role == '{taken}' else '' + m.content)")
     listed = [{"name": "default", "template": by_parts}]
-    listed += [{"name": "tool_use", "template": by_parts.replace(joined, "m.content")}]
+    listed += [{"name": "tool_use", "template": _printing("m.content")}]
     model = served(tmp_path, listed)
-    parts = [{"type": "text", "text": text} for text in ("a", "b")]
-    for role in ("system", "assistant", "tool"):
-        assert rendered(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
-    asked = {"role": "user", "content": parts}
-    assert rendered(model, asked) == "[user]ab"  # the template was given parts
-    assert rendered(model, asked, tools=[_tool("f")]) == "[user]a\nb"
+    for role in ROLES:
+        said = {"role": role, "content": PARTS}
+        expected = "ab" if role == taken else "a\nb"  # ab: the template was given parts
+        assert rendered(model, said) == f"[{role}]{expected}"
+        assert rendered(model, said, tools=[_tool("f")]) == f"[{role}]a\nb"
+        for empty in ([], [{"type": "text", "text": ""}]):
+            assert rendered(model, {"role": role, "content": empty}) == f"[{role}]"
+
+
+@pytest.mark.parametrize(
+    ("role", "only"),
+    [
+        ("system", "loop.first"),
+        ("system", "not loop.first"),
+        ("assistant", "not m.tool_calls"),
+        ("assistant", "m.tool_calls"),
+    ],
+)
+def test_parts_are_one_text_where_a_template_takes_them_in_some_places_alone(
+    role: str, only: str, tmp_path: Path
+) -> None:
+    model = served(tmp_path, _printing(f"({JOINED} if {only} else '' + m.content)"))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "user", "content": "x"}
+    for said in ({}, {"tool_calls": [call]}) if role == "assistant" else ({},):
+        turn = {"role": role, "content": PARTS, **said}
+        assert rendered(model, turn, asked, turn) == f"[{role}]a\nb[user]x[{role}]a\nb"
+
+
+def test_parts_of_a_role_that_a_template_leaves_out_elsewhere_are_its_own(tmp_path: Path) -> None:
+    """As MiniMax's does: of systems it prints the first."""
+    left_out = "m.role == 'system' and not loop.first"
+    model = served(tmp_path, _printing(f"('' if {left_out} else {JOINED})"))
+    turn = {"role": "system", "content": PARTS}
+    assert rendered(model, turn, {"role": "user", "content": "x"}, turn).startswith("[system]ab[")
+
+
+def test_a_developer_s_parts_are_those_of_a_system_where_it_speaks_as_one(tmp_path: Path) -> None:
+    refused = "raise_exception('who?') if m.role == 'developer'"
+    model = served(tmp_path, _printing(f"({refused} else {JOINED})"))
+    assert rendered(model, {"role": "developer", "content": PARTS}) == "[system]ab"
+
+
+def test_an_answer_that_goes_on_is_one_text(tmp_path: Path) -> None:
+    model = served(tmp_path, _printing(JOINED))
+    turns = ({"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS})
+    assert rendered(model, *turns) == "[user]ab[assistant]ab"
+    assert rendered(model, *turns, continue_final_message=True) == "[user]ab[assistant]a\nb"
 
 
 def test_no_part_is_lost_where_a_template_prints_the_first_alone(tmp_path: Path) -> None:

@@ -63,6 +63,17 @@ def test_items_of_one_turn_are_one_message() -> None:
     ]
 
 
+def test_what_was_said_before_and_after_a_call_stays_on_lines_of_its_own() -> None:
+    """A template may join the parts of a message without anything between them."""
+    said: dict[str, Any] = {"type": "message", "role": "assistant"}
+    called = {"type": "function_call", "call_id": "f", "name": "f", "arguments": "{}"}
+    one, two = [{"type": "output_text", "text": "A"}], [{"type": "output_text", "text": "B"}]
+    items = [said | {"content": one}, called, said | {"content": two}, called]
+    (turn,) = messages_of_input(items, None)
+    assert turn["content"] == [{"type": "text", "text": "A\nB"}]
+    assert len(turn["tool_calls"]) == 2
+
+
 def test_thoughts_that_are_not_told_leave_nothing() -> None:
     secret = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}
     user, said = {"role": "user", "content": "Q"}, {"role": "assistant", "content": None}
