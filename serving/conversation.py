@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from serving.chat_template import RESERVED_KWARGS, until
 from serving.errors import (
+    ApiError,
     bad_field,
     from_request_error,
     no_text,
@@ -111,10 +112,19 @@ def text_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The functions that a request offers. Raises ApiError for a malformed one."""
+    """The functions that a request offers.
+
+    Raises ApiError for a malformed one, and for a `custom` tool: its calls are no JSON, so no parser
+    would find them. Other types are the template's business.
+    """
     found = []
     for place, tool in enumerate(tools):
-        if tool.get("type", "function") == "function":  # other types are the template's business
+        kind = tool.get("type")
+        if kind == "custom":
+            what = f"tools[{place}].type: expected 'function', got 'custom'"
+            message = f"{what}: this server takes no calls but those of functions"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        if kind in (None, "function"):
             where, function = f"tools[{place}].function", tool.get("function")
             if not isinstance(function, dict):
                 raise wrong_type(where, f"an object, got {quoted(function)}")

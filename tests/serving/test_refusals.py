@@ -9,6 +9,7 @@ import pytest
 
 import serving.choice
 import serving.endpoints
+from serving.conversation import named_functions
 from serving.openai_answers import CompletionShape
 from serving.tokenizer import Tokenizer
 from tests.serving.live import live_server
@@ -187,6 +188,23 @@ async def test_a_tool_that_is_no_function_is_a_400_that_says_why() -> None:
         given = [{"function": function | {"parameters": None}}, {"type": "web_search"}]
         answer = await live.post("/v1/chat/completions", {**parts(2), "tools": given})
         assert answer.status_code == 200
+
+
+async def test_tools_whose_calls_this_server_cannot_read_are_refused() -> None:
+    function = {"type": "function", "function": {"name": "look"}}
+    custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
+    async with live_server() as live:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            response = await live.post(path, {**parts(2), "tools": [function, custom]})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+            assert error["message"].startswith("tools[1].type: ")
+
+
+def test_a_tool_of_no_type_is_a_function() -> None:
+    for tool in ({"function": {"name": "f"}}, {"type": None, "function": {"name": "f"}}):
+        assert named_functions([tool]) == [{"name": "f"}]
 
 
 @pytest.mark.parametrize("wrong", ["x" * 100_000, ["x"] * 100_000, {"x": [{}] * 100_000}])
