@@ -114,8 +114,8 @@ def text_part(part: Any, where: str) -> dict[str, Any]:
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The functions that a request offers.
 
-    Raises ApiError for a malformed one, and for a `custom` tool: its calls are no JSON, so no parser
-    would find them. Other types are the template's business.
+    Raises ApiError for a malformed one, and for a `custom` tool: its calls are no JSON, so no
+    parser would find them. Other types are the template's business.
     """
     found = []
     for place, tool in enumerate(tools):
