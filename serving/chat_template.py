@@ -72,6 +72,7 @@ class ChatTemplate:
         try:
             pieces = self._template.generate(messages=messages, **variables)
             text = "".join(_until_stopped(pieces))
+            text.encode()  # a lone surrogate, which an escape in the template makes, fails here
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:

@@ -394,7 +394,11 @@ def _compiled(sources: Mapping[str, tuple[Path, Any]], clock: Clock) -> dict[str
                 f"{file}: expected the chat template as text, got {type(source).__name__}"
             )
         try:
+            source.encode()
             templates[name] = ChatTemplate(source, clock)
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair
+            what = "expected a chat template that UTF-8 can hold, got a lone surrogate"
+            raise TokenizerError(f"{file}: {what} at character {error.start}") from error
         except ChatTemplateError as error:
             raise TokenizerError(f"{file}: {one_line(error)}") from error
     return templates

@@ -196,6 +196,8 @@ def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
         {"chat_template": "{% if %}"},
         {"chat_template": 5},
         {"chat_template": [{"name": "default"}]},
+        {"chat_template": "\ud800"},
+        {"chat_template": [{"name": "tool_use", "template": "{# \udc00 #}"}]},
         {"eos_token": 7},
         {"eos_token": {"text": "</s>"}},
         {"additional_special_tokens": 5},
@@ -307,6 +309,7 @@ def test_templates_have_the_surroundings_they_are_written_for(folder):
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
         "{{ raise_exception('no') }}",
+        r"{{ '\ud800' }}",
     ],
 )
 def test_whatever_fails_in_a_template_is_a_chat_error(folder, template):
