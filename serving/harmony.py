@@ -72,13 +72,10 @@ class HarmonyText(MarkedText):
         if not "".join(self._call).strip():  # if it is a call, it has no arguments
             self._call = ["{}"]
         self._close()
+        if marker.removesuffix(TOKEN_SEAL) == _START:
+            self._header = [marker]
 
     def _over(self) -> None:
-        header = "".join(self._header or ())
-        # With a marker it is a header that was cut off; without one it is text in another format.
-        markers = (TOKEN_SEAL,) if self._sealed else MARKERS
-        if header and not any(marker in header for marker in markers):
-            self._parts.append(Said(header))
         self._close()
 
     def _open(self, header: str) -> None:
@@ -91,6 +88,10 @@ class HarmonyText(MarkedText):
         self._header = None
 
     def _close(self) -> None:
+        header, markers = "".join(self._header or ()), (TOKEN_SEAL,) if self._sealed else MARKERS
+        # With a marker it is a header that was cut off; without one it is text in another format.
+        if header.strip() and not any(marker in header for marker in markers):
+            self._parts.append(Said(header))
         recipient, call = self._recipient, "".join(self._call)
         if recipient:
             self._called(call, lambda: channel_call(recipient, call))

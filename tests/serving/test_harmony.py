@@ -107,6 +107,9 @@ WRITE = Read(QUOTED, QUOTED, (ToolCall("write", "{}"),))
         ([["<|constrain|>"]], Read(QUOTED, QUOTED + "<|constrain|>")),
         ([["<|end|>"], QUOTED], Read(QUOTED, QUOTED * 2)),
         ([["<|end|>"], QUOTED, CHANNEL], Read(QUOTED, QUOTED)),
+        ([["<|end|>"], QUOTED, ["<|return|>"]], Read(QUOTED, QUOTED * 2)),
+        ([["<|end|>"], " ", ["<|return|>"]], Read(QUOTED, QUOTED)),
+        ([["<|start|>"], "assistant"], Read(QUOTED, QUOTED)),
         ([*NEXT, *TO_TOOL, "{}", ["<|call|>"]], WRITE),
         ([*NEXT, *TO_TOOL, " ", ["<|call|>"]], WRITE),
         ([*NEXT, *TO_TOOL, ["<|call|>"]], WRITE),
@@ -142,6 +145,11 @@ async def test_a_marker_s_text_is_text_where_the_model_spells_it_out(
         assert await both_chats(live, skip_special_tokens=False) == (QUOTED, QUOTED, [], "stop")
         thought, said = await both_responses(live)
         assert (thought["content"][0]["text"], said["content"][0]["text"]) == (QUOTED, QUOTED)
+
+
+async def test_an_answer_without_channels_is_text(tmp_path: Path) -> None:
+    async with model_that_writes(["Yes. ", QUOTED], tmp_path, ends="<|return|>") as live:
+        assert await both_chats(live) == ("", f"Yes. {QUOTED}", [], "stop")
 
 
 async def test_a_call_without_text_has_no_arguments(tmp_path: Path) -> None:
