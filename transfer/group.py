@@ -29,6 +29,8 @@ SIGN_OF_LIFE_S = 0.5  # from either end
 SILENCE_S = (
     3.0  # after which a peer counts as lost: a killed one breaks the stream, a hung one does not
 )
+# A node that is gone breaks the calls of all others, which may see that before they learn why.
+CAUSE_S = 1.0
 _FAREWELL_S = 3.0  # for members to leave before their leader
 # JAX's service ends with the leader and aborts members that still run: the time that a member may
 # take from its last message to its exit.

@@ -5,12 +5,12 @@ import contextlib
 import logging
 import queue
 import signal
-import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from model import members
 from model.calls import Calls
@@ -19,6 +19,7 @@ from model.threads import in_daemon_thread
 from transfer import wire
 from transfer.errors import RpcError, Unavailable
 from transfer.group import (
+    CAUSE_S,
     SIGN_OF_LIFE_S,
     SILENCE_S,
     DeviceCall,
@@ -62,7 +63,6 @@ class Member:
         self._is_ready = False
         self._warned = False
         self._over: asyncio.Event
-        self._failed: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
         self._visit: Visit
 
@@ -76,7 +76,6 @@ class Member:
         config = self._config
         self._over = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._failed = self._loop.create_future()
         self._visit = Visit(config.dist_init_addr, config.node_rank, self._security)
         try:
             with on_signals({signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}):
@@ -105,18 +104,25 @@ class Member:
     async def _serve(
         self, parts: _Built, stopped: "asyncio.Task[Any]", on_ready: Callable[[str], None]
     ) -> None:
+        rank = self._config.node_rank
+        engine = asyncio.wrap_future(in_daemon_thread(partial(self._make, parts.calls), "engine"))
         following = asyncio.create_task(self._follow(parts, on_ready))
-        waiting: set[asyncio.Future[Any]] = {following, stopped, self._failed}
+        waiting: set[asyncio.Future[Any]] = {following, stopped, engine}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if not following.done():
-            following.cancel()
-            await asyncio.wait({following})
-            if not self._failed.done():
-                raise Unavailable(f"node {self._config.node_rank} leaves before node 0 does")
-        elif not self._failed.done():
+        if engine.done():  # perhaps since another node has gone, of which node 0 tells
+            await asyncio.wait({following}, timeout=CAUSE_S)
+        if following.done():
+            if not engine.cancel():
+                why = str(engine.exception()).partition("\n")[0]
+                log.info("a call of node %d broke off: %s", rank, why)
             following.result()
-        if self._failed.done():
-            self._failed.result()
+            return
+        following.cancel()
+        await asyncio.wait({following})
+        if not engine.cancel():
+            log.error("a call of node %d failed", rank, exc_info=engine.exception())
+            engine.result()
+        raise Unavailable(f"node {rank} leaves before node 0 does")
 
     def _interrupted(self) -> None:
         asyncio.get_running_loop().call_later(_INTERRUPTED_S, self._over.set)
@@ -137,11 +143,7 @@ class Member:
         return _Built(calls, leader)
 
     async def _follow(self, built: _Built, on_ready: Callable[[str], None]) -> None:
-        rank, loop = self._config.node_rank, asyncio.get_running_loop()
-        engine = threading.Thread(
-            target=self._make_calls, args=(built.calls, loop), name="engine", daemon=True
-        )
-        engine.start()
+        rank = self._config.node_rank
         client = RpcClient(built.leader, self._security)
         told = client.stream("Follow", Follow(rank), DeviceCalls)
         async with aclosing(told) as batches:
@@ -179,17 +181,8 @@ class Member:
                 await client.call("StillThere", living, wire.Empty, SILENCE_S)
             await asyncio.sleep(SIGN_OF_LIFE_S)
 
-    def _make_calls(self, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:
-        """The engine thread: a call that fails ends the process, and with it the group."""
-        try:
-            while True:
-                call = self._queue.get()
-                calls.take(call.name, call.key, *arrays_of(call))
-        except BaseException as error:
-            log.exception("a call of node %d failed", self._config.node_rank)
-            loop.call_soon_threadsafe(_fail, self._failed, error)
-
-
-def _fail(future: "asyncio.Future[None]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+    def _make(self, calls: Calls) -> NoReturn:
+        """The engine thread. A call that fails ends the process, and with it the group."""
+        while True:
+            call = self._queue.get()
+            calls.take(call.name, call.key, *arrays_of(call))

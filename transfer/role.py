@@ -24,7 +24,7 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, ToldPrompt, first_rows, prefilled
 from transfer.errors import Code, RequestError, Unavailable
 from transfer.grammars import Grammars, Outcome
-from transfer.group import Follow, Leader, join
+from transfer.group import CAUSE_S, Follow, Leader, join
 from transfer.held import HeldRoom
 from transfer.meeting import Meeting
 from transfer.ports import host_port
@@ -73,6 +73,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._compiles = CompileCounter()
         self._leader: Leader | None = None
         if config.nnodes > 1:
+            self.cause_wait_s = CAUSE_S
             self._leader = Leader(config.nnodes, self._member_lost, clock)
             self._meeting = Meeting(
                 config.dist_init_addr, config.nnodes, security, self._member_lost

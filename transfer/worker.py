@@ -100,6 +100,7 @@ class Worker(ABC):
     role: wire.Role
     drain_timeout_s = 30.0
     watchdog_timeout_s = 0.0  # see transfer.watchdog
+    cause_wait_s = 0.0  # for `fail_process` to say why the engine failed
 
     def __init__(self, security: Security, clock: Clock, host: str, port: int) -> None:
         self.security = security
@@ -118,6 +119,7 @@ class Worker(ABC):
         self._told_to_end = False  # by a SIGTERM
         self._ready = False
         self._engine_error: BaseException | None = None
+        self._has_cause = threading.Event()  # `fail_process` was called
 
     # --- filled in by the role ------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class Worker(ABC):
         error: the cause; it replaces an error that the engine raised because of it.
         """
         self._engine_error = error
+        self._has_cause.set()
         self.leaving.over.set()
 
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
@@ -442,8 +445,8 @@ class Worker(ABC):
                     log.info("drained: %d rooms, %d pages held", left.rooms, left.pages_held)
                     self.on_loop(self.leaving.emptied)
         except BaseException as error:
-            if self._stopping.is_set():
-                # Told to end amid a call: the other nodes of a group have left, and it broke off.
+            if self._stopping.is_set() or self._has_cause.wait(self.cause_wait_s):
+                # Amid a call another node of the group was lost, or all were told to end.
                 log.info("the engine ended amid a call: %s", str(error).partition("\n")[0])
             else:
                 log.exception("the engine of this %s worker failed", self.role)

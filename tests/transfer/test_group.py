@@ -14,6 +14,7 @@ from model.calls import Calls
 from prefill.config import PrefillConfig
 from tests.recording import until
 from tests.transfer.samples import SECURITY
+from tests.transfer.test_worker import PlainWorker, run_engine
 from transfer import group, member
 from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
 from transfer.group import (
@@ -156,6 +157,23 @@ async def test_a_call_that_fails_ends_the_member_and_its_leader_knows(
     with pytest.raises(RuntimeError, match="the device is gone"):
         await asyncio.wait_for(running, 5)
     await until(lambda: led.lost == [1])
+
+
+async def test_a_call_that_breaks_off_as_a_node_is_lost_is_reported_as_that_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Bereft(PlainWorker):
+        cause_wait_s = 10.0
+
+        def turn(self) -> bool:
+            self.on_loop(self.fail_process, Unavailable("node 1 is lost"))
+            raise RuntimeError("Connection reset by peer")
+
+    worker = Bereft()
+    thread, _ = await run_engine(worker)
+    await asyncio.to_thread(thread.join)
+    assert str(worker._engine_error) == "node 1 is lost"
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_member_whose_leader_ends_or_hangs_ends(

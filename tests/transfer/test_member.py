@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -55,6 +56,43 @@ async def test_a_member_that_leaves_before_its_leader_ends_with_an_error(
     with pytest.raises(Unavailable, match="node 1 leaves before node 0 does"):
         await asyncio.wait_for(running, 5)
     await until(lambda: led.lost == [1])
+
+
+def _breaking(gone: threading.Event) -> Calls:
+    """Calls that break off once another node is gone."""
+    calls = Calls()
+
+    def step(key: int) -> None:
+        gone.wait(20)
+        raise RuntimeError("Connection reset by peer")
+
+    calls.add("step", step)
+    return calls
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+async def test_a_call_that_breaks_off_as_other_nodes_leave_is_no_failure_of_its_member(
+    led: Group,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_well: bool,
+) -> None:
+    monkeypatch.setattr(member, "CAUSE_S", 20.0)
+    gone = threading.Event()
+    build = partial(_breaking, gone)
+    running = asyncio.create_task(Member(CONFIG, "prefill", SECURITY, build).run(lambda what: None))
+    await asyncio.to_thread(led.leader.wait_for_all)
+    led.leader.tell("step", 1, [])
+    dismissing = asyncio.create_task(led.leader.dismiss(is_well))
+    gone.set()  # the member may see this before its leader's last word
+    if is_well:
+        await asyncio.wait_for(running, 5)
+    else:
+        with pytest.raises(Unavailable, match="node 0 ended the stream of calls"):
+            await asyncio.wait_for(running, 5)
+    await dismissing
+    assert "Traceback" not in caplog.text
+    assert not led.lost
 
 
 async def test_a_member_whose_first_word_is_the_last_leaves_well(led: Group) -> None:
