@@ -282,15 +282,24 @@ class Supervisor:
             await asyncio.wait(waits, timeout=self._drain_timeout_s + self._stop_timeout_s)
 
     async def stop(self) -> None:
-        """Stop all children, the latest started first; kill those that do not stop in time."""
+        """Stop all children; kill those that do not stop in time.
+
+        Those in front first, then workers, then what both need: told all at once, one would warn
+        that another is lost. What hangs delays those behind it, by a quarter of the time each.
+        """
         self.stopping = True
-        for child in reversed(self._children):
-            if child.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(child.stop_signal)
-        waits = [asyncio.create_task(child.process.wait()) for child in self._children]
-        if waits:
-            await asyncio.wait(waits, timeout=self._stop_timeout_s)
+        fronts = [child for child in self._children if child.spec.is_front]
+        workers = [child for child in self._children if child.spec.is_worker]
+        others = [child for child in self._children if child not in (*fronts, *workers)]
+        waits: list[asyncio.Task[int]] = []
+        for told in (fronts, workers, others, []):
+            for child in told:
+                if child.process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        child.process.send_signal(child.stop_signal)
+                waits.append(asyncio.create_task(child.process.wait()))
+            if waits:
+                await asyncio.wait(waits, timeout=self._stop_timeout_s / 4)
         for child in self._children:
             if child.process.returncode is None:
                 log.warning("%s does not stop: killed", child.spec.name)

@@ -248,6 +248,41 @@ async def test_a_child_that_does_not_listen_is_killed(supervisor: children.Super
     assert running.process.returncode == -signal.SIGKILL
 
 
+async def test_those_in_front_are_stopped_first_then_workers_then_what_these_need(
+    supervisor: children.Supervisor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise each would warn that the next is lost."""
+    supervisor._stop_timeout_s = 20.0
+    leave = "print('told', flush=True), time.sleep(0.2), print('left', flush=True), exit(0)"
+    code = (
+        f"import signal, time; leave = lambda *_: ({leave}); signal.signal(signal.SIGTERM, leave); "
+    )
+    code += "signal.signal(signal.SIGINT, leave); " + TELL_READY + WAIT
+    needed = await supervisor.start(replace(child(code), name="registry"))
+    front = await supervisor.start(replace(child(code), name="serve", is_front=True))
+    worker = await supervisor.start(replace(child(code), name="decode", is_worker=True))
+    await asyncio.gather(*(each.wait_ready() for each in (needed, front, worker)))
+    await supervisor.stop()
+    await asyncio.gather(*(each.output for each in (needed, front, worker)))
+    order = [
+        f"[{name}] {what}" for name in ("serve", "decode", "registry") for what in ("told", "left")
+    ]
+    assert capfd.readouterr().err.splitlines() == order
+
+
+async def test_one_in_front_that_hangs_does_not_keep_the_others_from_leaving_well(
+    supervisor: children.Supervisor,
+) -> None:
+    supervisor._stop_timeout_s = 2.0
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    front = await supervisor.start(front_of(deaf + TELL_READY + WAIT))
+    tell = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(0)); "
+    worker = await supervisor.start(replace(child(tell + TELL_READY + WAIT), is_worker=True))
+    await asyncio.gather(front.wait_ready(), worker.wait_ready())
+    await supervisor.stop()
+    assert (front.process.returncode, worker.process.returncode) == (-signal.SIGKILL, 0)
+
+
 async def test_a_child_that_drains_and_left_well_is_not_started_again(
     supervisor: children.Supervisor,
 ) -> None:
