@@ -4,7 +4,7 @@ A child gets a pipe to say that it is ready, and another whose closing tells it 
 gone. Each child has a session of its own, so Ctrl-C reaches only the parent, which stops the
 children in order. A child that dies after it was ready is started again, up to MAX_RESTARTS times
 in a row, after pauses that double; one that cannot start ends the parent with its exit code and
-last line.
+last error.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transfer import flags, terminal
+from transfer import flags, logs, terminal
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import KvferryError
 from transfer.exit_codes import EXIT_CONFIG
@@ -70,7 +70,7 @@ class Child:
         self.process = process
         self.ready_s: float | None = None  # monotonic, when it said that it is ready
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(self._hear_ready(ready_fd))
-        self.last_line = ""
+        self.last_trouble = ""  # the last line that tells of something wrong
         self.followed = False  # killed as another of its group died: it must not kill others, too
         self.was_late = False  # killed as it was not ready in time
         self.output = asyncio.create_task(self._relay())
@@ -111,8 +111,8 @@ class Child:
         return f"ended with code {code} (killed, as the kernel does where memory runs out)"
 
     def failed(self, what: str, code: int) -> ChildFailed:
-        """The error of a child that ended, with its last line of output."""
-        said = f": {self.last_line}" if self.last_line else ""
+        """The error of a child that ended, with the last that it said of anything wrong."""
+        said = f": {self.last_trouble}" if self.last_trouble else "; it said of nothing wrong"
         return ChildFailed(f"{self.spec.name} {what}{said}", code)
 
     @property
@@ -137,8 +137,10 @@ class Child:
                 continue
             if not line:
                 return
-            self.last_line = line.decode(errors="replace").strip()
-            terminal.complain(f"[{self.spec.name}] {self.last_line}")
+            text = line.decode(errors="replace").strip()
+            if not logs.is_calm(text):
+                self.last_trouble = text
+            terminal.complain(f"[{self.spec.name}] {text}")
 
 
 class Supervisor:
@@ -315,8 +317,8 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
     """Run the body, which starts and watches children, until told to leave; then stop them.
 
     SIGTERM drains first. SIGINT, a second SIGTERM, or a SIGTERM before all is ready stops all at
-    once. A child that failed for good ends this process too, and its last line is also the last one
-    here: raises SystemExit, with code 2 when that was the child's, else 1.
+    once. A child that failed for good ends this process too, whose last line quotes its last error:
+    raises SystemExit, with code 2 when that was the child's, else 1.
     """
     try:
         asyncio.run(_until_told(command, supervisor, body))

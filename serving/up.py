@@ -2,7 +2,7 @@
 
 Ctrl-C stops the children in order; SIGTERM does so once all requests that have arrived are
 finished. The exit code is then 0. A worker that dies after it was ready is started again, and its
-requests move meanwhile. If a child cannot start, everything ends with its exit code and last line
+requests move meanwhile. If a child cannot start, everything ends with its exit code and last error
 (serving/children.py).
 """
 

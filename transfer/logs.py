@@ -14,6 +14,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 # Control characters of a terminal, and anything else that may end a line.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
+# How lines begin, perhaps after names of children, that tell of nothing wrong: at levels D and I of
+# ours and of Google's libraries, and those of one that has no levels.
+_CALM = re.compile(r"(\[[\w.-]+\] )*(\d\d:\d\d:\d\d (\[\w+\] )?[DI] |I\d{4} \d\d:|\[Gloo\] )|$")
 
 
 def set_up(name: str) -> None:
@@ -30,6 +33,11 @@ def set_up(name: str) -> None:
     for noisy in ("jax", "absl", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(of_others)
     warnings.showwarning = _warned
+
+
+def is_calm(line: str) -> bool:
+    """Whether a line that a process wrote on stderr tells of nothing wrong."""
+    return _CALM.match(line) is not None
 
 
 def _warned(

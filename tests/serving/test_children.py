@@ -68,7 +68,7 @@ async def test_a_line_of_any_length_does_not_stop_a_child(
     running = await supervisor.start(child("print('x' * (1 << 20)); print('done')"))
     await asyncio.wait_for(running.process.wait(), 20)
     await running.output
-    assert running.last_line == "done"
+    assert running.last_trouble == "done"
     assert capfd.readouterr().err.endswith("[child] done\n")
 
 
@@ -115,6 +115,32 @@ async def test_a_child_that_ends_too_often_ends_the_supervisor(
     assert str(caught.value).startswith(
         f"child ended with code 3, {children.MAX_RESTARTS + 1} time(s)"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "quoted"),
+    [
+        (
+            "01:02:03 W memory is short|[api-1] 01:02:04 I 2 workers|",
+            ": 01:02:03 W memory is short",
+        ),
+        ("01:02:03 [decode] I config: a=1|", "; it said of nothing wrong"),
+        ("", "; it said of nothing wrong"),
+        ("01:02:03 E failed|Traceback:|ValueError: no luck", ": ValueError: no luck"),
+        ("[api-0] 01:02:03 [serve] E it failed", ": [api-0] 01:02:03 [serve] E it failed"),
+        ("F0000 00:00:00.1 1 a.cc:1] no peer|I0000 00:00:00.2 1 b.cc:2] done|[Gloo] Rank 0 is", ""),
+    ],
+)
+async def test_of_a_child_that_ends_too_often_its_last_error_is_quoted_not_its_last_word(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch, said: str, quoted: str
+) -> None:
+    monkeypatch.setattr(children, "MAX_RESTARTS", 0)
+    saying = "".join(f"print({line!r}); " for line in said.split("|") if line)
+    running = await supervisor.start(child(f"{TELL_READY}{saying}raise SystemExit(9)"))
+    with pytest.raises(children.ChildFailed) as caught:
+        await supervisor.watch(running)
+    want = quoted or ": F0000 00:00:00.1 1 a.cc:1] no peer"
+    assert str(caught.value) == f"child ended with code 9, 1 time(s) in a row{want}"
 
 
 async def test_pauses_before_a_child_starts_again_double_as_what_it_lacks_may_take_a_while_to_come(
@@ -273,7 +299,7 @@ async def test_those_in_front_are_stopped_first_then_workers_then_what_these_nee
 async def test_one_in_front_that_hangs_does_not_keep_the_others_from_leaving_well(
     supervisor: children.Supervisor,
 ) -> None:
-    supervisor._stop_timeout_s = 2.0
+    supervisor._stop_timeout_s = 4.0
     deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     front = await supervisor.start(front_of(deaf + TELL_READY + WAIT))
     tell = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(0)); "
