@@ -35,7 +35,8 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
         check_staging(config, opened.kv, config.transfer_staging_bytes)
         before_weights(opened)
 
-    opened = open_configured(config, chunk if config.local_prefill_tokens else 0, check)
+    checked = chunk if config.local_prefill_tokens else config.chunked_prefill_size
+    opened = open_configured(config, checked, check)
     local, local_tokens = None, most_local(config, opened.context_length)
     buckets = _buckets(config, opened)
     if local_tokens:

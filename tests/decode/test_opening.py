@@ -29,6 +29,11 @@ MODEL = Path(__file__).resolve().parents[1] / "goldens" / "qwen3" / "model"
             ConfigError,
             "--transfer-staging-bytes must be at least .*, got 4096",
         ),
+        (  # also where no chunk is computed: the flag is checked like those of drafts
+            {"chunked_prefill_size": 40},
+            ModelError,
+            "--page-size 16 does not divide --chunked-prefill-size 40",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_are_told_before_weights_are_read(
