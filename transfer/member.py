@@ -93,8 +93,13 @@ class Member:
         alone = asyncio.create_task(self._visit.over.wait())
         waiting: set[asyncio.Future[Any]] = {built, stopped, alone}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        is_built = built.done()
+        if is_built and built.exception() is not None:  # perhaps since another node has gone
+            told = {stopped, alone}
+            await asyncio.wait(told, timeout=CAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+            is_built = not alone.done()
         alone.cancel()
-        if built.done() and not stopped.done():
+        if is_built and not stopped.done():
             return built.result()
         built.cancel()
         if stopped.done():

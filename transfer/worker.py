@@ -100,7 +100,7 @@ class Worker(ABC):
     role: wire.Role
     drain_timeout_s = 30.0
     watchdog_timeout_s = 0.0  # see transfer.watchdog
-    cause_wait_s = 0.0  # for `fail_process` to say why the engine failed
+    cause_wait_s = 0.0  # for `fail_process` to say why the build or the engine failed
 
     def __init__(self, security: Security, clock: Clock, host: str, port: int) -> None:
         self.security = security
@@ -250,6 +250,8 @@ class Worker(ABC):
             built = asyncio.wrap_future(in_daemon_thread(self.build, "build"))
             waiting: set[asyncio.Future[Any]] = {built, stopped}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if built.done() and built.exception() is not None:  # perhaps since a node is lost
+                await asyncio.wait({stopped}, timeout=self.cause_wait_s)
             if stopped.done():
                 built.cancel()
                 return

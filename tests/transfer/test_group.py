@@ -15,7 +15,7 @@ from prefill.config import PrefillConfig
 from tests.recording import until
 from tests.transfer.samples import SECURITY
 from tests.transfer.test_worker import PlainWorker, run_engine
-from transfer import group, member
+from transfer import group, member, wire
 from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
 from transfer.group import (
     DeviceCall,
@@ -134,7 +134,7 @@ async def test_a_member_makes_every_call_in_order(
     assert all((arrays[0] == key).all() and arrays[1] == (key % 2 == 0) for _, key, arrays in seen)
     assert led.leader.compiles_after_ready == 0
     client = led.client()
-    await client.call("StillThere", Follow(1, 3), group.wire.Empty, 2.0)
+    await client.call("StillThere", Follow(1, 3), wire.Empty, 2.0)
     assert led.leader.compiles_after_ready == 3
     await client.close()
     await led.leader.dismiss()
@@ -174,6 +174,23 @@ async def test_a_call_that_breaks_off_as_a_node_is_lost_is_reported_as_that_loss
     await asyncio.to_thread(thread.join)
     assert str(worker._engine_error) == "node 1 is lost"
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.usefixtures("own_signals")
+async def test_a_start_that_breaks_off_as_a_node_is_lost_is_reported_as_that_loss() -> None:
+    class Bereft(PlainWorker):
+        cause_wait_s = 10.0
+
+        def build(self) -> wire.WorkerInfo:
+            assert self._loop is not None
+            lost = Unavailable("node 1 is lost")
+            self.on_loop(self._loop.call_later, 0.1, self.fail_process, lost)
+            raise RuntimeError("Connection reset by peer")
+
+    worker = Bereft()
+    worker.host, worker.port = "127.0.0.1", 0
+    with pytest.raises(Unavailable, match="node 1 is lost"):
+        await asyncio.wait_for(worker.run("127.0.0.1:1", lambda _: None), 20)
 
 
 async def test_a_member_whose_leader_ends_or_hangs_ends(
@@ -273,7 +290,7 @@ async def test_only_members_may_follow_and_each_once(led: Group) -> None:
     with pytest.raises(BadMessage, match="node 1 of 2 cannot follow"):
         await anext(client.stream("Follow", Follow(1), DeviceCalls))
     with pytest.raises(BadMessage, match="node 2 does not follow"):
-        await client.call("StillThere", Follow(2), group.wire.Empty, 2.0)
+        await client.call("StillThere", Follow(2), wire.Empty, 2.0)
     await stream.aclose()
     await until(lambda: led.lost == [1])
     await client.close()

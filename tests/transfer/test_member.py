@@ -114,3 +114,18 @@ async def test_a_member_whose_leader_is_gone_before_it_follows_ends(
     with pytest.raises(Unavailable, match="node 0 was lost while this node was starting"):
         await asyncio.wait_for(running, 5)
     over.set()
+
+
+async def test_a_member_whose_start_breaks_off_as_its_leader_is_gone_says_that(
+    monkeypatch: pytest.MonkeyPatch, own_signals: None
+) -> None:
+    def broken(*_: object) -> None:
+        loop = ending._loop
+        loop.call_soon_threadsafe(loop.call_later, 0.1, ending._visit.over.set)
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(member, "join", broken)
+    monkeypatch.setattr(member, "CAUSE_S", 20.0)
+    ending = Member(CONFIG, "prefill", SECURITY, Calls)
+    with pytest.raises(Unavailable, match="node 0 was lost while this node was starting"):
+        await asyncio.wait_for(ending.run(lambda what: None), 5)
