@@ -134,15 +134,17 @@ def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_function(function: Mapping[str, Any], where: str) -> None:
-    """Check that it has a name, and that its parameters, if any, are an object. Raises ApiError.
+    """Check the types of its name, its parameters and `strict`. Raises ApiError.
 
     where: the function's path.
     """
-    name, parameters = function.get("name"), function.get("parameters")
+    name, parameters, strict = map(function.get, ("name", "parameters", "strict"))
     if not isinstance(name, str):
         raise wrong_type(f"{where}.name", f"text, got {quoted(name)}")
     if not isinstance(parameters, dict | None):
         raise wrong_type(f"{where}.parameters", f"an object, got {quoted(parameters)}")
+    if not isinstance(strict, bool | None):
+        raise wrong_type(f"{where}.strict", f"a boolean, got {quoted(strict)}")
 
 
 def render(model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: PromptFields) -> str:

@@ -177,6 +177,7 @@ async def test_a_tool_that_is_no_function_is_a_400_that_says_why() -> None:
             ),
             ([{"function": {"name": 5}}], "tools[0].function.name: expected text, got 5"),
             ([{"function": function | {"parameters": 5}}], "parameters: expected an object, got 5"),
+            ([{"function": function | {"strict": "yes"}}], "strict: expected a boolean, got 'yes'"),
         ):
             for path in ("/v1/chat/completions", "/tokenize"):
                 response = await live.post(path, {**parts(2), "tools": tools})
