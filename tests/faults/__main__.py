@@ -12,6 +12,7 @@ from typing import Any
 from tests.faults.campaign import Broken
 from tests.faults.notices import Strike
 from tests.faults.play import Played, play
+from tests.faults.system import SIZES
 
 
 def main() -> int:
@@ -27,6 +28,16 @@ def main() -> int:
     parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
     parser.add_argument("--clients", type=int, default=6, help="requests in flight")
     parser.add_argument("--settle-every", type=int, default=25, help="faults")
+    parser.add_argument("--model", type=Path, help="checkpoint folder; default: the demo model")
+    for role in SIZES:
+        parser.add_argument(
+            f"--{role}-flag",
+            dest=role,
+            action="append",
+            default=[],
+            metavar="FLAG",
+            help=f"of every {role} worker, as --{role}-flag=--tp-size=2; may be repeated",
+        )
     parser.add_argument("--json", type=Path, help="write what was seen of each fault here")
     args = parser.parse_args()
     begun_s = time.monotonic()
@@ -35,7 +46,8 @@ def main() -> int:
         at_s = time.monotonic() - begun_s
         print(f"{at_s:7.1f} s  {strike.fault} -> {strike.target}, hit {strike.hit}", flush=True)
 
-    words: dict[str, Any] = {k: v for k, v in vars(args).items() if k != "json"}
+    words: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in ("json", *SIZES)}
+    words["sizes"] = {role: (*SIZES[role], *getattr(args, role)) for role in SIZES}
     with tempfile.TemporaryDirectory() as folder:
         try:
             played = asyncio.run(play(Path(folder), tell=tell, **words))
@@ -44,7 +56,9 @@ def main() -> int:
             return 1
     _say(played)
     if args.json is not None:
-        args.json.write_text(json.dumps({**words, **played.as_dict()}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({**words, **played.as_dict()}, indent=1, default=str) + "\n"
+        )
     return 0
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.faults.member import Line
 from tests.faults.network import Loopback, Namespaces, why_no_namespaces, why_no_netem
 from tests.faults.notices import Strike
 from tests.faults.plan import Means
-from tests.faults.system import System
+from tests.faults.system import SIZES, System
 
 
 @dataclass
@@ -63,9 +63,14 @@ async def play(
     clients: int = 6,
     settle_every: int = 25,
     long_share: float = 0.3,
+    model: Path | None = None,
+    sizes: Mapping[str, tuple[str, ...]] = SIZES,
     tell: Callable[[Strike], None] = lambda strike: None,
 ) -> Played:
-    """Start a system, inject faults, stop it. Raises Broken; RuntimeError without namespaces."""
+    """Start a system, inject faults, stop it. Raises Broken; RuntimeError without namespaces.
+
+    model, sizes: see System.
+    """
     is_apart = network == "namespaces"
     if is_apart and (why := why_no_namespaces()):
         raise RuntimeError(f"this machine has no network namespaces: {why}")
@@ -73,6 +78,8 @@ async def play(
     system = System(
         folder,
         backend=backend,
+        model=model,
+        sizes=sizes,
         network=Namespaces() if is_apart else Loopback(),
         on_line=lambda line: [hear(line) for hear in listeners].clear(),
     )
