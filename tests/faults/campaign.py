@@ -287,7 +287,7 @@ class Campaign:
         )
         return (
             f"seed {self.seed}, fault {self._number}: {message}\nfindings: {self.findings}\n"
-            f"replay: python -m tests.faults --seed {self.seed} --faults {self._number}\n"
+            f"replay: --seed {self.seed} --faults {self._number}, all else as it was\n"
             f"last faults:\n{done}\n{self.system.logs()}"
         )
 
