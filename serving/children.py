@@ -164,7 +164,15 @@ class Supervisor:
         self.stopping = False
 
     async def start(self, spec: ChildSpec) -> Child:
-        """Start a child; it is not ready yet. Raises OSError when the system lacks resources."""
+        """Start a child; it is not ready yet. Raises ChildFailed if there is no room for it."""
+        try:
+            child = await self._start(spec)
+        except OSError as error:  # out of processes, files or memory
+            raise ChildFailed(f"{spec.name} cannot be started: {error}", 1) from error
+        self._children.append(child)
+        return child
+
+    async def _start(self, spec: ChildSpec) -> Child:
         ready_read, ready_write = os.pipe()
         environment = {
             **os.environ,
@@ -192,9 +200,7 @@ class Supervisor:
             raise
         finally:
             os.close(ready_write)
-        child = Child(spec, process, ready_read)
-        self._children.append(child)
-        return child
+        return Child(spec, process, ready_read)
 
     async def watch(self, child: Child) -> None:
         """Keep a child alive. Raises ChildFailed when it ends too often, or with EXIT_CONFIG."""
@@ -245,12 +251,12 @@ class Supervisor:
                     other.process.kill()
             try:
                 return await self.start(ended.spec), restarts
-            except OSError as error:  # out of processes or memory, which may pass
+            except ChildFailed as error:  # what it lacks may be there later
                 restarts += 1
                 if restarts > MAX_RESTARTS:
                     what = f"cannot be started again, {restarts} time(s) in a row ({error})"
                     raise ended.failed(what, 1) from error
-                log.warning("%s cannot be started: %s; trying again", ended.spec.name, error)
+                log.warning("%s; trying again", error)
 
     def _group_of(self, ended: Child) -> list[Child]:
         """The running members of its group, which are useless without it."""

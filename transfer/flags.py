@@ -325,11 +325,23 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
         code = EXIT_INTERRUPTED
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        logging.getLogger(__name__).exception("kvferry %s failed", prog)
+    except BaseException as error:
+        log, lack = logging.getLogger(__name__), _lack(error)
+        if lack:
+            terminal.complain(f"kvferry {prog}: {lack}")
+        log.log(logging.DEBUG if lack else logging.ERROR, "kvferry %s failed", prog, exc_info=True)
         code = 1
     terminal.flush()
     os._exit(code)
+
+
+def _lack(error: BaseException) -> str:
+    """What the system has refused to this process; "" if the error is another."""
+    if isinstance(error, MemoryError):
+        return " ".join(f"out of memory, or of what `ulimit -v` allows: {error}".split())
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return f"{error}: the limits are those of `ulimit -u`, `ulimit -v` and the container"
+    return ""
 
 
 def log_config(config: Any) -> None:

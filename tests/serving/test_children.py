@@ -241,6 +241,16 @@ async def test_a_restart_for_which_there_is_no_room_is_tried_again(
     watching.cancel()
 
 
+async def test_a_first_start_for_which_there_is_no_room_ends_the_supervisor_with_a_line(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_room(monkeypatch, 1)
+    with pytest.raises(children.ChildFailed) as caught:
+        await supervisor.start(child(WAIT))
+    assert str(caught.value) == f"child cannot be started: [Errno {errno.EAGAIN}] no more processes"
+    assert caught.value.code == 1
+
+
 async def test_a_restart_for_which_there_is_never_room_ends_the_supervisor(
     supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -454,6 +454,8 @@ def _make_certificate(folder: Path) -> None:
         (MemoryShortage("too little"), 1, "kvferry x: too little\n"),
         (NodeLost("another node\nis gone"), 1, "kvferry x: another node is gone\n"),
         (Unavailable("nobody there"), 1, "kvferry x: nobody there\n"),
+        (MemoryError("of 1 TiB"), 1, "kvferry x: out of memory"),
+        (RuntimeError("can't start new thread"), 1, "kvferry x: can't start new thread: "),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(2), 2, ""),
         (None, 0, ""),
