@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 from serving.demo import demo_model_path
@@ -48,19 +49,6 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParams:
-    values = dict(sampling)
-    seed, regex = values.pop("sampling_seed", 0), values.pop("regex", None)
-    if regex is not None:
-        tokenizer = Tokenizer.from_dir(demo_model_path())
-        form = form_of(GenerateSampling(regex=regex), None, [0], tokenizer)
-        assert form is not None
-        trial = GrammarTrial(demo_model_path())
-        values["grammar"] = asyncio.run(grammar_text(form, trial))
-        trial.close()
-    return wire.SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **values)
-
-
 def jobs_of(tokenizer: Tokenizer, max_new_tokens: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Every text with every sampling: prompt ids and what POST /generate takes."""
     return [
@@ -74,15 +62,41 @@ def jobs_of(tokenizer: Tokenizer, max_new_tokens: int) -> list[tuple[list[int], 
     ]
 
 
-def expected(
-    one_process: OneProcess, jobs: list[tuple[list[int], dict[str, Any]]]
-) -> list[list[int]]:
-    """Generated ids of each job."""
-    answers = []
-    for ids, sampling in jobs:
-        values = {k: v for k, v in sampling.items() if k not in ("max_new_tokens", "ignore_eos")}
-        answers.append(one_process.run(ids, _params(values, sampling["max_new_tokens"])))
-    return answers
+def expected(jobs: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+    """The ids that the demo model generates for each job, in this process alone.
+
+    Systems of several files get the same jobs, so each answer is computed once for all of them.
+    """
+    return [[*_answer(tuple(ids), tuple(sampling.items()))] for ids, sampling in jobs]
+
+
+@cache
+def _answer(ids: tuple[int, ...], sampling: tuple[tuple[str, Any], ...]) -> list[int]:
+    return _one_process().run(ids, _params(dict(sampling)))
+
+
+@cache
+def _one_process() -> OneProcess:
+    return OneProcess(demo_model_path())
+
+
+def _params(values: dict[str, Any]) -> wire.SamplingParams:
+    """values: what POST /generate takes. Here every text ignores its end: none is known."""
+    values.pop("ignore_eos", None)
+    seed, regex = values.pop("sampling_seed", 0), values.pop("regex", None)
+    grammar = _grammar(regex) if regex is not None else ""
+    return wire.SamplingParams(seed=seed, grammar=grammar, **values)
+
+
+@cache
+def _grammar(regex: str) -> str:
+    form = form_of(GenerateSampling(regex=regex), None, [0], Tokenizer.from_dir(demo_model_path()))
+    assert form is not None
+    trial = GrammarTrial(demo_model_path())
+    try:
+        return asyncio.run(grammar_text(form, trial))
+    finally:
+        trial.close()
 
 
 def crowds(

@@ -20,7 +20,6 @@ import pytest
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
-from tests.one_process import OneProcess
 from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 
 
@@ -33,11 +32,6 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_dir(demo_model_path())
-
-
-@pytest.fixture(scope="module")
-def one_process() -> OneProcess:
-    return OneProcess(demo_model_path())
 
 
 def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> None:
@@ -54,10 +48,10 @@ def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> No
 
 
 def test_served_tokens_equal_those_of_one_process_alone_and_in_a_crowd(
-    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+    cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
     jobs = jobs_of(tokenizer, 60)
-    want = expected(one_process, jobs)
+    want = expected(jobs)
     crowds(cluster, jobs, want)
     # Again, one after the other: every prompt's prefix is cached now.
     alone = [cluster.generate(ids, **sampling) for ids, sampling in jobs[::5]]
@@ -136,13 +130,13 @@ async def _some_ending(
 
 
 def test_a_killed_worker_is_a_pause_not_another_text(
-    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+    cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
     held = {"regex": "([a-z]{1,9}[ .,]){200}"}
     for role, more in (("decode", held), ("prefill", {"ignore_eos": True})):
         sampling = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, **more}
         job = (tokenizer.encode(TEXTS[0]), sampling)
-        (want,) = expected(one_process, [job])
+        (want,) = expected([job])
         epoch = cluster.worker(role)["epoch"]
         doomed, before = cluster.children()[role], len(cluster.log.read_text())
         assert cluster.stream(job[0], doomed.kill, **sampling) == want, role

@@ -10,9 +10,7 @@ import pytest
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
-from tests.one_process import OneProcess
 from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
-from transfer.wire import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +24,6 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_dir(demo_model_path())
-
-
-@pytest.fixture(scope="module")
-def one_process() -> OneProcess:
-    return OneProcess(demo_model_path())
 
 
 def test_a_prefix_is_computed_once_until_it_is_flushed(
@@ -49,11 +42,11 @@ def test_a_prefix_is_computed_once_until_it_is_flushed(
 
 
 def test_a_crowd_gets_the_tokens_of_one_process_alone(
-    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+    cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
     jobs = jobs_of(tokenizer, 60)
     assert max(len(ids) for ids, _ in jobs) > 64, "one that takes several chunks"
-    crowds(cluster, jobs, expected(one_process, jobs))
+    crowds(cluster, jobs, expected(jobs))
     workers = cluster.settled()
     assert [worker["role"] for worker in workers] == ["decode", "decode"]
     for worker in workers:
@@ -64,10 +57,10 @@ def test_a_crowd_gets_the_tokens_of_one_process_alone(
 
 
 def test_drafts_are_tried_and_accepted_and_the_tokens_are_those_of_one_process(
-    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+    cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
     ids = tokenizer.encode(TEXTS[0]) * 3
-    want = one_process.run(ids, SamplingParams(100, temperature=0.0))
+    (want,) = expected([(ids, {"temperature": 0, "max_new_tokens": 100})])
     # On a busy host, one slow step with drafts stops drafting for some hundred steps.
     for _ in range(60):
         answer = cluster.generate(ids, temperature=0, max_new_tokens=100, ignore_eos=True)
@@ -116,10 +109,10 @@ def test_a_rank_of_prefill_cannot_be_dictated(cluster: Cluster) -> None:
 
 
 def test_a_killed_worker_is_a_pause_not_another_text(
-    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+    cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
     jobs = jobs_of(tokenizer, 100)
-    want = expected(one_process, jobs)
+    want = expected(jobs)
     epochs = {worker["epoch"] for worker in cluster.workers()}
     doomed = cluster.children()["decode"]
     begun = count(1)

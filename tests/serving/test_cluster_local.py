@@ -8,7 +8,6 @@ import pytest
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up
-from tests.one_process import OneProcess
 from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 
 LOCAL_TOKENS = 40
@@ -39,7 +38,7 @@ def test_a_crowd_of_both_kinds_gets_the_tokens_of_one_process_alone(
     assert min(lengths) <= LOCAL_TOKENS < max(lengths)
     jobs = jobs_of(tokenizer, 60)
     # A preempted request comes back with what it wrote so far, which may make it too long.
-    crowds(cluster, jobs, expected(OneProcess(demo_model_path()), jobs))
+    crowds(cluster, jobs, expected(jobs))
     decode, prefill = cluster.worker("decode"), cluster.worker("prefill")
     assert decode["counters"]["local_prefills"] > 0
     assert prefill["counters"]["tokens_computed"] > 0
