@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from decode.config import DecodeConfig
 from transfer import flags, ports
+from transfer.collector import rest_while_starting
 
 
 def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
@@ -21,6 +22,7 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     # Pages are received only once the model is loaded; a port already in use is reported now.
     ports.bind(config.data_host or config.host, config.data_port, "--data-port").close()
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
+    rest_while_starting()
     from decode.opening import build_engine
     from decode.worker import DecodeWorker
     from transfer.process import run

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from prefill.config import PrefillConfig
 from transfer import flags
+from transfer.collector import rest_while_starting
 
 
 def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
@@ -20,6 +21,7 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     security = flags.security_from(args)
     security.check_reached(config.reached_by)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
+    rest_while_starting()
     from prefill.opening import build_engine
     from prefill.worker import PrefillWorker
     from transfer.process import run

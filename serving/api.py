@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 from model.config import ModelConfig
 from serving import api_parent
 from serving.app import app_of, create_front
-from serving.collector import calm_collector
 from serving.config import ServeConfig
 from serving.connection import Connection
 from serving.dispatch import Dispatcher
@@ -37,6 +36,7 @@ from serving.tokenizer import Tokenizer, TokenizerError
 from transfer import flags, open_files
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
+from transfer.collector import calm_collector
 from transfer.complaint import Tally
 from transfer.errors import ConfigError
 from transfer.rpc import Security, to_the_end

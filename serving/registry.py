@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import uvloop
 
-from serving.collector import calm_collector
 from transfer import flags
 from transfer.bootstrap import RegistryServer
 from transfer.checks import above_zero, at_least, check_port
 from transfer.clock import SYSTEM_CLOCK
+from transfer.collector import calm_collector
 from transfer.errors import ConfigError
 from transfer.ports import host_port
 from transfer.routes import MAX_ROOMS, TTL_S, RouteTable

@@ -9,6 +9,7 @@ from model.config import ModelConfig
 from model.devices import prepare_devices
 from model.processors import take_threads
 from transfer import flags
+from transfer.collector import keep_what_started
 from transfer.member import Member
 from transfer.role import RoleWorker
 from transfer.rpc import Security, to_the_end
@@ -21,8 +22,13 @@ def run[C: WorkerConfig](
     """Run until it is told to stop. build(): loads the model; a member then makes these calls."""
     take_threads(config.cpu_threads, ModelConfig.from_dir(config.model_path).hidden_size)
     prepare_devices(config.own_devices, config.meeting_host)
+
+    def on_ready(worker_id: str) -> None:
+        keep_what_started()
+        flags.announce(worker_id)
+
     if config.node_rank:
-        running = Member(config, worker.role, security, build).run(flags.announce)
+        running = Member(config, worker.role, security, build).run(on_ready)
     else:
-        running = worker(config, security).run(config.registry_address, flags.announce)
+        running = worker(config, security).run(config.registry_address, on_ready)
     asyncio.run(to_the_end(running))

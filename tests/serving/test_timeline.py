@@ -310,7 +310,7 @@ def test_choices_attempts_and_rooms_are_bounded_once_requests_have_ended() -> No
 
 
 def test_what_is_over_leaves_without_a_search_for_cycles() -> None:
-    """The API process hardly ever searches (serving/collector.py)."""
+    """The API process hardly ever searches (transfer/collector.py)."""
     timelines = Timelines(2, POLICIES, ManualClock())
     gc.collect()
     gc.disable()
