@@ -268,7 +268,8 @@ class Connection:
     def hang_up(self, timeout_s: float) -> None:
         """End the connection, and wait up to timeout_s for the peer to end it as well.
 
-        What the peer still sends is discarded.
+        What the peer still sends is discarded. If that trickles in, the last read may take as long
+        again as any read may.
         """
         if timeout_s:
             with contextlib.suppress(OSError, PeerLost), self.all_within(timeout_s):

@@ -289,6 +289,7 @@ async def test_those_in_front_are_stopped_first_then_workers_then_what_these_nee
 ) -> None:
     """Otherwise each would warn that the next is lost."""
     supervisor._stop_timeout_s = 20.0
+    # Leaving takes each a while, so one that is told too early speaks before the last has left.
     leave = "print('told', flush=True), time.sleep(0.2), print('left', flush=True), exit(0)"
     code = (
         f"import signal, time; leave = lambda *_: ({leave}); signal.signal(signal.SIGTERM, leave); "
