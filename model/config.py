@@ -200,9 +200,14 @@ class ModelConfig:
 
 
 def check_folder(path: Path) -> None:
-    """Raises ModelError unless the path is a folder, as it is not if it names a model on a hub."""
+    """Raises ModelError unless the path is a folder whose files can be read to an end.
+
+    It is no folder if it names a model on a hub. Opening a pipe would wait for a writer for ever.
+    """
     try:
         is_folder = path.is_dir()
+        inside = [x for x in sorted(path.iterdir()) if x.exists()] if is_folder else []
+        endless = [x for x in inside if not (x.is_file() or x.is_dir())]
     except OSError as error:  # such as a folder above it that this user may not enter
         raise ModelError(f"--model-path {path} cannot be reached: {error.strerror}") from error
     if not is_folder:
@@ -210,6 +215,8 @@ def check_folder(path: Path) -> None:
             f"--model-path {path} is not a folder; it takes a checkpoint on this machine, "
             "such as `hf download` makes"
         )
+    if endless:
+        raise ModelError(f"{endless[0]}: a pipe, socket or device; expected a file")
 
 
 def _config(fields: Fields, generation: Fields | None) -> ModelConfig:

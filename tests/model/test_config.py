@@ -1,6 +1,7 @@
 """Configurations: what is read from them, and that everything else is refused in one line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,16 @@ def test_a_broken_config_file_is_named(text: str, message: str, tmp_path: Path) 
         ModelConfig.from_dir(tmp_path)
     with pytest.raises(ModelError, match="is not a folder"):
         ModelConfig.from_dir(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = write_config(tmp_path, QWEN2)
+    (folder / "gone").symlink_to("nowhere")  # nobody reads it, so it does no harm
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=rf"{name}: a pipe, socket or device; expected a file"):
+        ModelConfig.from_dir(folder)
 
 
 def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
