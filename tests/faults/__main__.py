@@ -3,12 +3,14 @@
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.endings import exit_with
 from tests.faults.campaign import Broken
 from tests.faults.notices import Strike
 from tests.faults.play import Played, play
@@ -41,6 +43,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what was seen of each fault here")
     args = parser.parse_args()
     begun_s = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they end it as Ctrl-C does, leaving nothing
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
 
     def tell(strike: Strike) -> None:
         at_s = time.monotonic() - begun_s
@@ -68,4 +73,4 @@ def _say(played: Played) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("tests.faults", main)

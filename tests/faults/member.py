@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from tests.cluster import environment
+from transfer.flags import LIFELINE_ENV
 
 KEPT_LINES = 400
 TOKEN = "a-token-for-the-faults"
@@ -59,9 +60,13 @@ class Member:
         role: str,
         command: Sequence[str],
         hear: Callable[[Line], None],
+        lifeline_fd: int,
         inside: Sequence[str] = (),
     ) -> None:
-        """command: what follows `python -m`. inside: its prefix, such as `ip netns exec NAME`."""
+        """command: what follows `python -m`. inside: its prefix, such as `ip netns exec NAME`.
+
+        lifeline_fd: it ends when the other end of this pipe is closed.
+        """
         self.name = name
         self.role = role
         self.life = 0
@@ -71,6 +76,7 @@ class Member:
         self.troubles: list[Trouble] = []
         self._argv = (*inside, sys.executable, "-m", *command)
         self._hear = hear
+        self._lifeline_fd = lifeline_fd
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
 
@@ -92,7 +98,12 @@ class Member:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**environment(), "KVFERRY_CLUSTER_TOKEN": TOKEN},
+            env={
+                **environment(),
+                "KVFERRY_CLUSTER_TOKEN": TOKEN,
+                LIFELINE_ENV: str(self._lifeline_fd),
+            },
+            pass_fds=(self._lifeline_fd,),
             start_new_session=True,
         )
         assert self._process.stdout is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from bench.endings import lifeline
 from serving.demo import demo_model_path
 from tests.faults.member import Line, Member
 from tests.faults.network import Loopback, Network
@@ -64,6 +65,8 @@ class System:
         self._model = model or demo_model_path()
         self.folder = folder
         self.members: dict[str, Member] = {}
+        self._lifeline = contextlib.ExitStack()
+        self._lifeline_fd = self._lifeline.enter_context(lifeline())
         self.proxies: dict[str, Proxy] = {}
         self.network = network or Loopback()
         self.open: dict[str, set[str]] = {}  # api -> workers whose streams it has open
@@ -132,6 +135,7 @@ class System:
         for proxy in self.proxies.values():
             await proxy.close()
         await self.network.close()
+        self._lifeline.close()
 
     # --- its state --------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class System:
         command = ["serving.launch", *words]
         if name in self.proxies:
             command = ["tests.faults.behind_proxy", self._proxy_address(name), *words]
-        self.members[name] = Member(name, role, command, self._hear, inside)
+        self.members[name] = Member(name, role, command, self._hear, self._lifeline_fd, inside)
 
     def _add_worker(self, role: str, number: int) -> None:
         name = f"{role}-{number}"
