@@ -7,6 +7,7 @@ import pytest
 from tests.faults.network import why_no_namespaces
 from tests.faults.plan import ON_FRAMES, ON_PROCESS, Means, draw_fault
 from tests.faults.play import play
+from tests.model.harness import GOLDENS
 
 MEANS = Means(frames=True, namespaces=False, netem=False, long_share=0.1)
 
@@ -31,9 +32,21 @@ async def test_fifty_faults_on_real_processes_change_no_token(tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 async def test_faults_between_workers_that_share_memory_change_no_token(tmp_path: Path) -> None:
-    played = await play(tmp_path, faults=12, seed=3, backend="shm", settle_every=12, long_share=0.0)
+    """Half of the network's layers have a window, and pages of their own."""
+    played = await play(
+        tmp_path,
+        faults=12,
+        seed=110,
+        backend="shm",
+        settle_every=12,
+        long_share=0.0,
+        model=GOLDENS / "gpt_oss" / "model",
+    )
     assert len(played.strikes) == 12
     assert played.ends["done"]
+    kinds = {(strike.fault.kind, strike.fault.role) for strike in played.strikes}
+    assert kinds >= {("kill", "prefill"), ("kill", "decode")}
+    assert any(strike.moved for strike in played.strikes)
 
 
 @pytest.mark.timeout(600)
