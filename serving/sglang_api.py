@@ -219,6 +219,7 @@ class GenerateReader:
             header = None if self.is_batch else request_id
             grammar = await grammar_text(self._forms[prompt_idx], model.trial)
             own_id = request_id_of(header, "", self._rids[prompt_idx])
+            prompt = Prompt(ids)
             for choice in range(self._n):
                 sampling = msgspec.structs.replace(
                     self._sampling[prompt_idx],
@@ -227,7 +228,7 @@ class GenerateReader:
                     grammar=grammar,
                 )
                 index = prompt_idx * self._n + choice
-                choices.append(ChoiceAsk(index, prompt_idx, own_id, Prompt(ids), sampling, shown))
+                choices.append(ChoiceAsk(index, prompt_idx, own_id, prompt, sampling, shown))
         self.is_batch = self.is_batch or self._n > 1
         return Request(
             choices[0].request_id,

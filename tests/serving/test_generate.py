@@ -52,6 +52,15 @@ async def test_a_batch_or_several_choices_have_a_list() -> None:
         assert len(answers) == 1
 
 
+async def test_a_prompt_counts_once_in_the_timeline_however_many_choices_it_has() -> None:
+    async with live_server() as live:
+        body = {"input_ids": [[1, 2], [3]], "sampling_params": params(n=2), "rid": ["a", "b"]}
+        assert len((await live.post("/generate", body)).json()) == 4
+        told = (await live.http.get("/requests/a/timeline")).json()
+        assert [choice["prompt_tokens"] for choice in told["choices"]] == [2, 2, 1, 1]
+        assert told["prompt_tokens"] == 3
+
+
 async def test_a_stop_is_named_with_what_matched() -> None:
     async with live_server() as live:
         for stop, shown, matched in (
