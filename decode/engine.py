@@ -64,7 +64,7 @@ class StepInFlight:
     """One dispatched step."""
 
     out: SampleOut  # see decode.step.decode_step
-    rows: np.ndarray  # i32[n]: which row of the step belongs to each slot of the plan
+    rows: np.ndarray  # i64[n]: which row of the step belongs to each slot of the plan
     width: int = 1  # tokens of a slot
     has_drafts: bool = False  # drafts are made, and tried if width is above 1
 
@@ -245,8 +245,8 @@ class DecodeEngine:
     ) -> StepInFlight:
         """Dispatch one step for these slots.
 
-        slots, new_pages, places, new_in_ring: i32[n], see decode.scheduler.StepPlan. tries: try
-        drafts, if steps of so many slots can. num_pages: of the longest page table; None: any
+        slots: i64[n]; new_pages, places, new_in_ring: i32[n]; see decode.scheduler.StepPlan. tries:
+        try drafts, if steps of so many slots can. num_pages: of the longest page table; None: any
         number. The copy of the ids to the host has begun when this returns.
         """
         ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
@@ -264,7 +264,7 @@ class DecodeEngine:
         return StepInFlight(out, rows, width, drafting is not None)
 
     def can_draft(self, slots: np.ndarray) -> bool:
-        """Whether a step of these slots, i32[n], has rows for drafts."""
+        """Whether a step of these slots, i64[n], has rows for drafts."""
         _, most = _places(slots // np.int32(self._rank_slots), self._dp_size)
         return self._buckets.drafting_of(bucket_for(most, self._buckets.slots)) is not None
 

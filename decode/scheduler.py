@@ -12,6 +12,7 @@ One step covers all data-parallel ranks. Slots are counted over all ranks, and p
 slot's rank.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,20 +22,11 @@ from transfer.stops import finish_of_rows
 from transfer.wire import MAX_STOP_IDS, RUNNING, SamplingParams
 
 
-@dataclass(slots=True)
-class Running:
-    """A seat that produces tokens."""
-
-    seat: Seat
-    api_id: str
-    num_steps: int = 0  # dispatched
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Arrays have one row per slot that takes part.
 
-    slots: i32[n]. new_pages: i32[n], a page that this step may be the first to write to, else -1.
+    slots: i64[n]. new_pages: i32[n], a page that this step may be the first to write to, else -1.
     places: i32[n], where it is in the slot's page table. new_in_ring: i32[n], the page that it adds
     to the slot's ring, else -1. width: tokens that each may draw. num_pages: of the longest page
     table.
@@ -58,8 +50,8 @@ class StepPlan:
 class StepResult:
     """Tokens of one step that count: n rows, in the order of the plan.
 
-    The first tokens of all slots come first, then their second tokens, and so on. rows: i32[n],
-    which rows of the plan they are; columns: i32[n], which of the row's tokens.
+    The first tokens of all slots come first, then their second tokens, and so on. rows: i64[n],
+    which rows of the plan they are; columns: i64[n], which of the row's tokens.
     """
 
     rows: np.ndarray
@@ -88,7 +80,7 @@ class DecodeScheduler:
         self._admission = admission
         self._page_size = admission.page_size
         self._most_width = 1 + drafts
-        self._running: dict[int, Running] = {}  # by slot
+        self._running: dict[int, Seat] = {}  # by slot
         self._room = np.full(slots, -1, np.int64)
         self._num_known = np.zeros(slots, np.int32)  # tokens that were read, the prompt included
         self._in_flight = np.zeros(slots, np.int32)  # steps
@@ -99,13 +91,18 @@ class DecodeScheduler:
         self._max_new = np.zeros(slots, np.int32)
         self._stop_ids = np.full((slots, MAX_STOP_IDS), -1, np.int32)
         self._top = np.full(slots, -1, np.int32)
+        self._num_steps = np.zeros(slots, np.int32)  # dispatched
+        self._api = np.zeros(slots, np.int64)  # the number of its API process
+        self._apis: dict[str, int] = {}  # numbers by id, of all API processes that have a slot
+        self._next_api = itertools.count()
 
     def start(
         self, seat: Seat, api_id: str, params: SamplingParams, num_prompt_tokens: int
     ) -> None:
         """A seat joins the batch: all its pages and its first token are there."""
         slot = seat.slot
-        self._running[slot] = Running(seat, api_id)
+        self._api[slot] = self._number_of(api_id)
+        self._running[slot] = seat
         self._room[slot] = seat.room
         self._num_known[slot] = seat.num_tokens + 1
         self._in_flight[slot] = 0
@@ -117,6 +114,7 @@ class DecodeScheduler:
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(params.stop_token_ids)] = params.stop_token_ids
         self._top[slot] = params.num_top_logprobs
+        self._num_steps[slot] = 0
 
     def stop(self, slot: int) -> None:
         """The slot leaves the batch; what is in flight for it will be dropped."""
@@ -124,8 +122,11 @@ class DecodeScheduler:
             self._room[slot] = -1
 
     def unfinished(self) -> np.ndarray:
-        """Slots that may have a token left to draw: i32[n]."""
-        slots = np.fromiter(self._running, np.int32, len(self._running))
+        """Slots that may have a token left to draw: i64[n].
+
+        numpy looks up by i64 as it is; i32 it would convert at each of the look-ups of a step.
+        """
+        slots = np.fromiter(self._running, np.int64, len(self._running))
         left: np.ndarray = self._last_num[slots] - self._num_known[slots] - self._in_flight[slots]
         return slots[left > 0]
 
@@ -149,8 +150,7 @@ class DecodeScheduler:
         self._num_entered[slots[lacking]] += 1
         self._in_flight[slots] += 1
         self._ahead[slots] += width
-        for slot in slots.tolist():
-            self._running[slot].num_steps += 1
+        self._num_steps[slots] += 1
         num_pages = int(self._num_entered[slots].max())
         rooms = self._room[slots]
         return StepPlan(slots, new_pages, entered, new_in_ring, rooms, width, num_pages)
@@ -161,7 +161,7 @@ class DecodeScheduler:
         token_ids: i32[n, W], a slot's tokens in order; ids below zero are no tokens. Slots that
         ended are still in the batch: the caller stops them and releases their seats.
         """
-        running = np.flatnonzero(self._room[plan.slots] == plan.rooms).astype(np.int32)
+        running = np.flatnonzero(self._room[plan.slots] == plan.rooms)
         slots, ids = plan.slots[running], token_ids[running]
         idx = (self._num_known[slots] - self._prompt_len[slots])[:, None]
         idx = idx + np.arange(ids.shape[1], dtype=np.int32)
@@ -173,11 +173,22 @@ class DecodeScheduler:
         self._ahead[slots] -= plan.width
         columns, rows = np.nonzero(counts.T)
         at = rows, columns
-        rows, columns = running[rows], columns.astype(np.int32)
+        rows = running[rows]
         return StepResult(rows, columns, plan.rooms[rows], ids[at], idx[at], finish[at])
 
-    def running(self, slot: int) -> Running | None:
+    def running(self, slot: int) -> Seat | None:
+        """The seat of a slot that is in the batch."""
         return self._running.get(slot)
+
+    def num_steps(self, slot: int) -> int:
+        """Steps dispatched since the slot's request started."""
+        return int(self._num_steps[slot])
+
+    def by_api(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        """For each API process, where in `slots`, i64[n], those of its requests are: i64[m]."""
+        numbers = self._api[slots]
+        places = {api_id: np.flatnonzero(numbers == of) for api_id, of in self._apis.items()}
+        return {api_id: at for api_id, at in places.items() if len(at)}
 
     def top_wanted(self, slots: np.ndarray) -> np.ndarray:
         """num_top_logprobs of these slots: i32[n]."""
@@ -189,10 +200,19 @@ class DecodeScheduler:
 
         Takes one more page from the pool if the slot has none there yet.
         """
-        seat = self._running[slot].seat
+        seat = self._running[slot]
         if place >= len(seat.pages) and self._admission.grow(seat) is None:
             raise OutOfPages(seat.rank)
         return seat.pages[place], seat.ring[place] if place < len(seat.ring) else -1
+
+    def _number_of(self, api_id: str) -> int:
+        """The number of an API process. A new one is rare, and those without a slot leave then."""
+        number = self._apis.get(api_id)
+        if number is None:
+            live = {int(self._api[slot]) for slot in self._running}
+            self._apis = {each: of for each, of in self._apis.items() if of in live}
+            number = self._apis[api_id] = next(self._next_api)
+        return number
 
 
 def ended(result: StepResult) -> np.ndarray:

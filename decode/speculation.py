@@ -48,7 +48,7 @@ class Speculation:
         self._share[slot] = 0.0
 
     def pays(self, slots: np.ndarray) -> bool:
-        """Whether a step of these slots, i32[n], is to try drafts.
+        """Whether a step of these slots, i64[n], is to try drafts.
 
         A draft counts only if all before it were right, each assumed as likely as the first. Until
         both kinds of step were measured, they are assumed to take the same time.
@@ -78,7 +78,7 @@ class Speculation:
         return {"draft_tokens": made, "accepted_draft_tokens": accepted}
 
     def learn(self, slots: np.ndarray, is_right: np.ndarray) -> None:
-        """Learn whether each slot's first draft was what was drawn: i32[n], bool[n]."""
+        """Learn whether each slot's first draft was what was drawn: i64[n], bool[n]."""
         self._share[slots] += _WEIGHT * (is_right - self._share[slots])
 
     def took(self, num_slots: int, tried: bool, seconds: float) -> None:

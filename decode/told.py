@@ -33,18 +33,12 @@ def tell_step(
     result: StepResult,
     flight: StepInFlight,
 ) -> None:
-    """Tell API processes their rows of a step. slots: i32[n], of the result's rows, all running."""
+    """Tell API processes their rows of a step. slots: i64[n], of the result's rows, all running."""
     out = flight.out
-    by_api: dict[str, list[int]] = {}
-    for row, slot in enumerate(slots.tolist()):
-        running = scheduler.running(slot)
-        assert running is not None
-        by_api.setdefault(running.api_id, []).append(row)
     wanted = scheduler.top_wanted(slots)
     logprobs = np.asarray(out.logprobs) if (wanted >= 0).any() else None
     tops = (np.asarray(out.top_ids), np.asarray(out.top_logprobs)) if (wanted > 0).any() else None
-    for api_id, ats in by_api.items():
-        at = np.array(ats, np.int32)
+    for api_id, at in scheduler.by_api(slots).items():
         rows = Rows(result.rooms[at], result.token_ids[at], result.token_idx[at], result.finish[at])
         if logprobs is not None:
             device_rows = flight.rows[result.rows[at]] * flight.width + result.columns[at]

@@ -199,9 +199,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._receiver.forget(held.submit.room)
         self._local.remove(held.submit.room)
         if held.seat is not None:
-            running = self._scheduler.running(held.seat.slot)
-            if running is not None:
-                held.num_steps = running.num_steps
+            if self._scheduler.running(held.seat.slot) is not None:
+                held.num_steps = self._scheduler.num_steps(held.seat.slot)
             self._scheduler.stop(held.seat.slot)
             self._constrained.stop(held.seat.slot)
             held.seat = None
@@ -364,9 +363,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._started = []
         self.counters["steps"] += 1
         for slot, error in stuck:  # what this step draws for them is passed over
-            running = self._scheduler.running(slot)
-            assert running is not None
-            self.fail(running.seat.room, error.code, error.message)
+            seat = self._scheduler.running(slot)
+            assert seat is not None
+            self.fail(seat.room, error.code, error.message)
 
     def _preempt(self, room: int) -> None:
         held = self._held[room]

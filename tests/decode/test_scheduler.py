@@ -180,9 +180,33 @@ def test_wanted_logprobs_are_told_by_slot() -> None:
     plan = bench.plan()
     wanted = dict(zip(plan.rooms.tolist(), bench.scheduler.top_wanted(plan.slots), strict=True))
     assert wanted == {1: 0, 2: 1, 3: -1}
-    running = bench.scheduler.running(int(plan.slots[0]))
-    assert running is not None
-    assert running.api_id == "api-1"
+
+
+def test_rows_are_told_to_the_api_processes_that_have_slots_now() -> None:
+    bench = Bench(num_slots=2)
+    for room in range(1, 6):
+        seat = bench.start(room)
+        assert list(bench.scheduler.by_api(bench.plan().slots)) == [f"api-{room}"]
+        bench.end(room, seat.slot)
+    for room in (6, 7):
+        bench.start(room)
+    plan = bench.plan()
+    told = bench.scheduler.by_api(plan.slots)
+    assert {api_id: plan.rooms[at].tolist() for api_id, at in told.items()} == {
+        "api-6": [6],
+        "api-7": [7],
+    }
+    assert len(bench.scheduler._apis) == 2  # those of the former requests are forgotten
+
+
+def test_the_steps_of_a_slot_are_those_of_its_request() -> None:
+    bench = Bench(num_slots=1)
+    for room, num_steps in ((1, 3), (2, 1)):
+        seat = bench.start(room)
+        for _ in range(num_steps):
+            bench.plan()
+        assert bench.scheduler.num_steps(seat.slot) == num_steps
+        bench.end(room, seat.slot)
 
 
 def test_a_slot_forgets_the_steps_in_flight_of_its_last_owner() -> None:

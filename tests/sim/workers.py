@@ -255,7 +255,7 @@ class SimDecode(DecodeWorker):
         # A room that its sender cancelled is no longer expected, while its end waits in the inbox.
         assert self.receiver.expected <= seated
         decoding = {room for room, held in self._held.items() if held.room.state is State.DECODING}
-        running = {running.seat.room for running in self._scheduler._running.values()}
+        running = {seat.room for seat in self._scheduler._running.values()}
         assert running == decoding
         constrained = {room for room in running if self._held[room].submit.sampling.grammar}
         assert len(self._constrained) == len(constrained)
