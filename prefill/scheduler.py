@@ -20,7 +20,7 @@ from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing, reusable_tokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Prompt:
     """One request as prefill sees it."""
 
