@@ -87,7 +87,7 @@ class _ClusterCollector(Collector):
             labels=labels,
         )
         counters = GaugeMetricFamily(
-            "kvferry_worker_counter", "Counters of a worker, by name", labels=["worker", "name"]
+            "kvferry_worker_stat", "Statistics of a worker, by name", labels=["worker", "name"]
         )
         for worker_id, state in sorted(self.states.items()):
             compiles.add_metric([worker_id], state.compiles_after_ready)

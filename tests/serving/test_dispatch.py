@@ -303,7 +303,7 @@ async def test_what_is_known_of_the_cluster_is_shown():
         assert info["workers"][0]["load"]["pages_total"] == 256
         assert await dispatcher.flush_cache() == (True, "decode-0: flushed; prefill-0: flushed")
         text = (await dispatcher.metrics_text()).decode()
-        assert 'kvferry_worker_counter{name="steps",worker="decode-0"} 5.0' in text
+        assert 'kvferry_worker_stat{name="steps",worker="decode-0"} 5.0' in text
         assert 'kvferry_pages_free{role="prefill",worker="prefill-0"} 256.0' in text
 
 

@@ -144,7 +144,7 @@ def test_what_workers_report_is_shown_as_it_came():
     assert read["kvferry_pages_held", "prefill", "p0"] == 20
     assert read["kvferry_pages_cached", "prefill", "p0"] == 4
     assert read["kvferry_compiles_after_ready_total", "p0"] == 1
-    assert read["kvferry_worker_counter", "chunks", "p0"] == 9
+    assert read["kvferry_worker_stat", "chunks", "p0"] == 9
 
 
 def test_pages_are_those_of_one_moment_while_the_registry_is_away():
@@ -176,3 +176,15 @@ async def test_every_metric_is_in_the_operators_guide():
     shown = re.findall(r"^# TYPE (\w+)(?<!_created) ", text, re.MULTILINE)
     assert len(shown) > 20
     assert set(shown) - set(re.findall(r"kvferry_\w+", guide)) == set()
+
+
+def test_no_name_holds_a_type_or_ends_like_a_part_of_another_type():
+    """promtool's rules for names, which operators may check: `promtool check metrics`."""
+    metrics = Metrics()
+    load = wire.Load(pages_total=64, pages_free=40)
+    metrics.set_states([wire.WorkerState("d0", "decode", 1, load, 0, 0, 0, 1, {"steps": 1.0}, {})])
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        words = family.name.split("_")
+        assert not {"counter", "gauge", "histogram", "summary"} & set(words), family.name
+        assert words[-1] not in ("bucket", "count", "sum", "total"), family.name
+        assert family.documentation
