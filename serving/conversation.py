@@ -1,5 +1,6 @@
 """Turns the messages of a request into the text of a prompt."""
 
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ def messages_of(fields: PromptFields, model: ServedModel) -> list[dict[str, Any]
     named_functions(fields.tools or ())  # checks them: a template takes anything
     habits = model.tokenizer.habits[_offered(fields) is not None]
     messages = [_message(message, i, model, habits) for i, message in enumerate(fields.messages)]
+    if not habits.takes_systems:
+        messages = _with_one_system(messages)
     last = messages[-1]
     if fields.continue_final_message and last["role"] == "assistant" and last["content"]:
         last["content"] = text_of(last["content"])  # it is the text that the answer goes on with
@@ -279,6 +282,16 @@ def _message(
             # Its template prints the thought before a call, and looks for it under this name.
             message["thinking"] = message.get("thinking") or message.get("reasoning_content") or ""
     return message
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with those of the system and developers at their beginning made one."""
+    roles = ("system", "developer")
+    head = list(itertools.takewhile(lambda message: message["role"] in roles, messages))
+    if len(head) < 2:
+        return messages
+    content = "\n\n".join(text_of(message["content"]) for message in head)
+    return [{**head[0], "content": content}, *messages[len(head) :]]
 
 
 def _name_thought(message: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Turns text into ids and back, and conversations into text, as a checkpoint's files define it."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -77,12 +78,14 @@ class TemplateHabits(NamedTuple):
     DeepSeek's templates join arguments as text, and older ones print calls only if content is null.
     developer_role: the role under which to pass a developer's message; "system" if the template
     leaves developer messages out. takes_parts: the roles of which it joins the parts of a content
-    itself.
+    itself. takes_systems: whether it prints every one of several messages of the system, or of a
+    developer, before the first of the user.
     """
 
     call_form: CallForm
     developer_role: str
     takes_parts: frozenset[str]
+    takes_systems: bool
 
 
 class Tokenizer:
@@ -283,7 +286,19 @@ class Tokenizer:
             for name, probes in _part_probes(call_form, role).items()
             if self._takes_parts(probes, tools)
         }
-        return TemplateHabits(call_form, role, frozenset(takes_parts))
+        takes_systems = self._takes_systems(role, tools)
+        return TemplateHabits(call_form, role, frozenset(takes_parts), takes_systems)
+
+    def _takes_systems(
+        self, developer_role: str, tools: Sequence[Mapping[str, Any]] | None
+    ) -> bool:
+        """Whether it prints two messages in a row, each of the system or of a developer."""
+        for roles in itertools.product({"system", developer_role}, repeat=2):
+            said = [{"role": role, "content": f"probe{i}"} for i, role in enumerate(roles)]
+            text = self._probed([*said, _PROBE_ASKS], tools)
+            if "probe0" not in text or "probe1" not in text:
+                return False
+        return True
 
     def _takes_parts(
         self, probes: Sequence[_Probe], tools: Sequence[Mapping[str, Any]] | None

@@ -303,6 +303,24 @@ def test_what_a_developer_says_is_in_the_prompt(test: str, role: str, tmp_path: 
     assert rendered(model, said, {"role": "user", "content": "a"}) == f"[{role}]RULES[user]a"
 
 
+@pytest.mark.parametrize("rest", ["raise_exception('not first')", "''"])
+@pytest.mark.parametrize("second", ["system", "developer"])
+def test_instructions_are_one_message_where_a_template_takes_no_second(
+    second: str, rest: str, tmp_path: Path
+) -> None:
+    """Agents send their own and their user's; some templates refuse the second, some drop it."""
+    shown = "'[' + m.role + ']' + m.content"
+    test = "loop.first or m.role == 'user'"
+    first = f"{{% for m in messages %}}{{{{ {shown} if {test} else {rest} }}}}{{% endfor %}}"
+    listed = [{"name": "default", "template": first}]
+    listed += [{"name": "tool_use", "template": _printing(JOINED)}]
+    model = served(tmp_path, listed)
+    said = ({"role": "system", "content": "A"}, {"role": second, "content": PARTS})
+    asked = {"role": "user", "content": "c"}
+    assert rendered(model, *said, asked) == "[system]A\n\na\nb[user]c"
+    assert rendered(model, *said, asked, tools=[_tool("f")]) == f"[system]A[{second}]ab[user]c"
+
+
 def test_a_chat_with_tools_is_written_for_the_template_that_it_has(tmp_path: Path) -> None:
     """Templates may differ in how they print a call, and in whether they know developers."""
     no_developer = "m.role == 'developer' %}{% elif "
