@@ -24,7 +24,9 @@ class Fields:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise ModelError(f"{file}: no such file; expected a checkpoint's config") from error
+            # Folders of Hugging Face's cache have links to files outside, which may be left behind.
+            found = f"a link to nothing, {file.readlink()}" if file.is_symlink() else "no such file"
+            raise ModelError(f"{file}: {found}; expected a checkpoint's config") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{file}: not readable as JSON: {error}") from error
         if not isinstance(values, dict):

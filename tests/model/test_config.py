@@ -17,6 +17,12 @@ MIXTRAL, QWEN3_MOE, LLAMA3 = map(golden_config, ("mixtral", "qwen3_moe", "llama"
 LINEAR: dict[str, Any] = {"type": "linear", "factor": 2.0}
 
 
+def test_a_link_whose_file_was_left_behind_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("../../blobs/0a1b")
+    with pytest.raises(ModelError, match=r"config.json: a link to nothing, ../../blobs/0a1b;"):
+        ModelConfig.from_dir(tmp_path)
+
+
 def test_each_family_turns_on_its_features() -> None:
     def features(name: str) -> ModelConfig:
         return ModelConfig.from_dir(GOLDENS / name / "model")
