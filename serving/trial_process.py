@@ -78,7 +78,11 @@ class TrialProcess:
     def _started(self) -> "_Talk":
         if self._closed:
             raise _shutting_down()
-        talk = _Talk(self._command)
+        try:
+            talk = _Talk(self._command)
+        except OSError as error:
+            reason = f"the process that tries grammars did not start: {error.strerror}"
+            raise RequestError(Code.INTERNAL, reason) from error
         first = talk.hear()
         if first == _READY and not self._closed:
             return talk
@@ -99,10 +103,13 @@ class _Talk:
     """One such process and the socket to it: a line each way for each grammar."""
 
     def __init__(self, command: list[str]) -> None:
+        """Raises OSError if the host has no process, memory or descriptor left for it."""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_WAIT_S)
         self._lines = self._socket.makefile("rb")
-        with theirs:
+        with theirs, contextlib.ExitStack() as unless_started:
+            unless_started.callback(self._socket.close)
+            unless_started.callback(self._lines.close)
             process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
@@ -111,6 +118,7 @@ class _Talk:
                 start_new_session=True,  # no Ctrl-C from the terminal; killpg ends its children too
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it forks: one thread only
             )
+            unless_started.pop_all()
         self.end = weakref.finalize(self, _end, process, self._socket, self._lines)
 
     def ask(self, grammar: str) -> Word | None:

@@ -1,12 +1,15 @@
 """Grammars that take too much are refused by a process that they may kill."""
 
+import errno
 import gc
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from serving.demo import demo_model_path
@@ -89,3 +92,21 @@ async def test_a_trial_that_is_dropped_leaves_no_process() -> None:
     del trial
     gc.collect()
     assert processes() == before
+
+
+async def test_a_host_that_starts_no_process_is_an_internal_error_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    trial = GrammarTrial(demo_model_path())
+    with monkeypatch.context() as host:
+        host.setattr(subprocess, "Popen", refused)
+        before = psutil.Process().num_fds()
+        with pytest.raises(RequestError, match="did not start") as failed:
+            await trial.fault(schema({}))
+        assert failed.value.code is Code.INTERNAL
+        assert psutil.Process().num_fds() == before
+    assert await trial.fault(schema({})) == ""
+    trial.close()
