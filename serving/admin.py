@@ -31,6 +31,8 @@ from serving.protocol import (
     check_model,
     check_token_ids,
 )
+from serving.responses_api import ResponsesReader
+from serving.responses_fields import read_responses
 from serving.siblings import Siblings
 from transfer import wire
 from transfer.errors import RpcError
@@ -219,6 +221,18 @@ class Admin:
             strings = await self._beside(self._strings_of, lists)
             data["token_strs"] = strings if is_batch else strings[0]
         return data
+
+    async def count_input(self, request: HttpRequest) -> Response:
+        """How many tokens /v1/responses would read of the same request (OpenAI's API reference)."""
+        async with self._body(request) as body:
+            reader = ResponsesReader(read_responses(body), self._model)
+            del body
+            timeout_s = self._front.config.request_timeout_s
+            asked = await while_client_waits(reader.finish(None), request.receive, timeout_s)
+        if asked is None:  # the client has left
+            return Response()
+        count = len(asked.choices[0].prompt.ids)
+        return _json({"object": "response.input_tokens", "input_tokens": count})
 
     async def _encode(self, name: str, texts: Sequence[str], add_special: bool) -> list[list[int]]:
         if len(texts) > MAX_PROMPTS:

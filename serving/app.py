@@ -74,6 +74,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
         Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),
         Route("/v1/responses", Generate(front, ResponsesEndpoint()), methods=["POST"]),
+        Route("/v1/responses/input_tokens", admin.count_input, methods=["POST"]),
         Route("/generate", Generate(front, SglangEndpoint()), methods=["POST"]),
         Route("/v1/models", admin.models),
         Route("/v1/models/", admin.models),

@@ -318,6 +318,27 @@ async def test_an_echo_with_more_logprobs_adds_none_to_those_of_the_prompt(api: 
         assert len(echoed) > 2
 
 
+async def test_the_tokens_of_an_input_are_counted_as_the_answer_counts_them(api: Api) -> None:
+    function = {"type": "function", "name": "tide", "parameters": {"type": "object"}}
+    ask: dict[str, Any] = {
+        "model": api.model,
+        "input": HELLO,
+        "instructions": "Be brief.",
+        "tools": [function],
+    }
+    answer = await api.client.responses.create(**ask, max_output_tokens=1)
+    counted = await api.client.responses.input_tokens.count(**ask)
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        answer.usage.input_tokens,
+    )
+    shorter = await api.client.responses.input_tokens.count(**{**ask, "instructions": "Be"})
+    assert shorter.input_tokens < counted.input_tokens
+    with pytest.raises(openai.BadRequestError) as caught:
+        await api.client.responses.input_tokens.count(**ask, previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
