@@ -324,6 +324,9 @@ def make_pool(
         programs = programs_of(final.num_pages)
         compile_all(programs, kept=opened.kept)
     give_back_freed()  # the plan has given the pool what compiling took
+    if on_cpu():
+        with PROMISES.turn():  # again, since compiling leaves something behind for good
+            PROMISES.make(final.scratch_bytes + final.num_pages * page_bytes)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
 

@@ -1,6 +1,8 @@
 """A CPU pool's size is the same at the next start, and a size that was asked for is exact."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,10 +14,12 @@ from model import opening, processors
 from model.errors import MemoryShortage, ModelError
 from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
-from model.promises import Promises
+from model.promises import Promises, _own_bytes
 from tests.model.harness import GOLDENS, open_plainly
 
 CONTEXT, PAGE_SIZE = 128, 16
+MIB = 1 << 20
+NEAR = 16 * MIB  # what a process may take or give back beside what is meant
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +32,24 @@ def pages(opened: OpenedModel, free: int, monkeypatch: pytest.MonkeyPatch, token
     """The pool's size in pages, if this much memory is a worker's share."""
     monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, devices: free)
     return pool_pages(opened, 0.0, tokens)
+
+
+def test_what_compiling_leaves_behind_keeps_no_promise(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Scratch memory is still to come then, and others must not count on it."""
+    left: list[bytes] = []
+
+    def programs(num_pages: int) -> list[Program]:
+        left.append(b"x" * (300 * MIB))
+        return [Program("nothing", jnp.negative, (jnp.zeros(()),))]
+
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, devices: 3_200 * MIB)
+    monkeypatch.setattr(opening, "PROMISES", Promises(tmp_path))
+    _, plan, _ = make_pool(opened, 0.0, 1_001 * PAGE_SIZE, 100_000, programs)
+    promised = int((tmp_path / str(os.getpid())).read_text())
+    assert plan.scratch_bytes == pytest.approx(200 * MIB, rel=0.01)
+    assert promised - _own_bytes(os.getpid()) == pytest.approx(plan.scratch_bytes, abs=NEAR)
 
 
 def pool_pages(opened: OpenedModel, fraction: float, tokens: int = 0) -> int:
