@@ -41,7 +41,7 @@ def model_of(shape: Shape, device: Any = None) -> Model:
     """The network of the shape on this device; None: on the first."""
     mesh = make_mesh(1, 1, [device or jax.devices()[0]])
     sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
-    held: dict[str, Any] = {"coded": shape.coded, "codes": codes, "in_bfloat16": shape.in_bfloat16}
+    held: dict[str, Any] = {"coded": shape.coded, "codes": codes, "narrow": shape.narrow}
     return Model.create(shape.cfg, mesh, *sizes, **held)
 
 

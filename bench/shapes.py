@@ -26,7 +26,7 @@ class Shape:
     chunks: tuple[int, ...]
     page_dtype: str = ""  # "": as dtype
     codes: str = ""  # "fp8" or "int8" if layers' weights are kept as codes (model/coded.py)
-    narrow: bool = False  # matrices are held in bfloat16 for products in float32 (docs/adr/0068)
+    widened: bool = False  # matrices are held in bfloat16 for products in float32 (docs/adr/0068)
 
     @property
     def coded(self) -> tuple[str, ...]:
@@ -35,16 +35,17 @@ class Shape:
 
     def weight_bytes(self, name: str) -> float:
         """Bytes of one weight of a layers' parameter, with its share of a scale on one device."""
-        if name in self.in_bfloat16:
+        if name in dict(self.narrow):
             return 2.0
         if name not in self.coded:
             return float(self.dtype_bytes)
         return 1 + 4 / float(self._dims.coded_inputs[name].group)
 
     @property
-    def in_bfloat16(self) -> tuple[str, ...]:
+    def narrow(self) -> tuple[tuple[str, str], ...]:
         """See model.sharding.Dims."""
-        return ("embed", "lm_head", *self._dims.coded_inputs) if self.narrow else ()
+        names = ("embed", "lm_head", *self._dims.coded_inputs) if self.widened else ()
+        return tuple((name, "bfloat16") for name in names)
 
     @property
     def _dims(self) -> Any:
@@ -353,7 +354,7 @@ def with_codes(shape: Shape, codes: str = "fp8") -> Shape:
 
 def with_bfloat16(shape: Shape) -> Shape:
     """The same shape as a CPU holds it if the checkpoint is in bfloat16."""
-    return replace(shape, name=f"{shape.name}-bfloat16", narrow=True)
+    return replace(shape, name=f"{shape.name}-bfloat16", widened=True)
 
 
 SHAPES = {

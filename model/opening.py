@@ -37,11 +37,11 @@ from model.promises import PROMISES
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model, random_params
 from model.weights import (
-    bfloat16_parameters,
     coded_parameters,
     dummy_digest,
     load_params,
     model_digest,
+    narrow_parameters,
     stored_bytes,
 )
 
@@ -163,7 +163,7 @@ def open_model(
         redundant_experts=redundant,
         coded=dims.coded,
         codes=codes,
-        in_bfloat16=_in_bfloat16(path, dims, sizes.dtype, is_dummy),
+        narrow=_narrow(path, dims, sizes.dtype, is_dummy),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(model.dims, sizes.page_size, sizes.kv_dtype)
@@ -230,27 +230,34 @@ def _sizes(
     return _Sizes(dtype, kv_dtype, page_size, context_length)
 
 
-def _in_bfloat16(path: Path, dims: Dims, dtype: str, is_dummy: bool) -> tuple[str, ...]:
-    """`Dims.in_bfloat16`: small networks stay in the CPU's cache, where nothing is gained."""
+def _narrow(path: Path, dims: Dims, dtype: str, is_dummy: bool) -> tuple[tuple[str, str], ...]:
+    """`Dims.narrow`: small networks stay in the CPU's cache, where nothing is gained."""
     if not on_cpu() or dtype != "float32" or is_small(dims.cfg.hidden_size):
         return ()
-    return bfloat16_parameters(path, dims, is_dummy)
+    return narrow_parameters(path, dims, is_dummy)
 
 
 def _digest(path: Path, model: Model, is_dummy: bool) -> str:
     """The digest of the network as it will be loaded."""
     if is_dummy:
         dims = model.dims
-        return dummy_digest(path, dims.coded, dims.codes, dims.in_bfloat16)
+        return dummy_digest(path, dims.coded, dims.codes, dims.narrow)
     rounded = model.dims.coded and not model.cfg.quantization
     return model_digest(path) + (ROUNDED[model.dims.codes] if rounded else "")
 
 
 def _load(path: Path, model: Model) -> Params:
     """The parameters of a checkpoint."""
-    held = f" ({', '.join(narrow)}: bfloat16)" if (narrow := model.dims.in_bfloat16) else ""
-    dtype, num_devices = model.dtype.name + held, model.mesh.size
-    log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
+    by_dtype: dict[str, list[str]] = {}
+    for name, dtype in model.dims.narrow:
+        by_dtype.setdefault(dtype, []).append(name)
+    held = "".join(f" ({', '.join(names)}: {of})" for of, names in by_dtype.items())
+    log.info(
+        "loading weights from %s as %s on %d device(s)",
+        path,
+        model.dtype.name + held,
+        model.mesh.size,
+    )
     return load_params(path, model, progress=_Progress())
 
 

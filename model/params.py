@@ -135,13 +135,13 @@ def param_leaves(dims: Dims, dtype: Any) -> Params:
     if dims.tied_as_head or not cfg.tie_word_embeddings:
         head = (hidden, vocab), (hidden, dims.vocab)
         tree["lm_head"] = Leaf(*head, P(None, SHARDS), dtype, std)
-    return _narrowed(tree, dims.in_bfloat16)
+    return _narrowed(tree, dims)
 
 
-def _narrowed(tree: Params, names: tuple[str, ...]) -> Params:
-    """The same, with these parameters in bfloat16."""
-    held = jnp.dtype(jnp.bfloat16)
-    return {name: replace(x, dtype=held) if name in names else x for name, x in tree.items()}
+def _narrowed(tree: Params, dims: Dims) -> Params:
+    """The same, with matrices in the dtypes in which they are held."""
+    held = {name: jnp.dtype(dtype) for name, dtype in dims.narrow if name in tree}
+    return tree | {name: replace(tree[name], dtype=dtype) for name, dtype in held.items()}
 
 
 def dense_layer_bytes(dims: Dims, dtype: Any) -> int:
@@ -180,7 +180,7 @@ def _layer_leaves(dims: Dims, dtype: Any, moe: bool) -> dict[str, Leaf]:
         if name in tree:
             group, codes = dims.coded_inputs[name].group, CODE_DTYPES[dims.codes]
             tree |= _coded(name, tree[name], group, codes)
-    return _narrowed(tree, dims.in_bfloat16)
+    return _narrowed(tree, dims)
 
 
 def _gated_leaves(

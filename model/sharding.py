@@ -154,7 +154,7 @@ class Dims:
     redundant: int = 0  # physical experts of a layer beyond the logical ones
     coded: tuple[str, ...] = ()  # parameters of layers that are codes (model/coded.py)
     codes: str = "fp8"  # which codes: "fp8" or "int8"
-    in_bfloat16: tuple[str, ...] = ()  # matrices held in bfloat16 for products in float32
+    narrow: tuple[tuple[str, str], ...] = ()  # matrices of two bytes for products in float32
     tied_as_head: bool = False  # a tied table is held once, as a head is: [hidden, vocab]
 
     def __post_init__(self) -> None:

@@ -77,12 +77,12 @@ class Model:
         platform: str = "",
         coded: tuple[str, ...] = (),
         codes: str = "fp8",
-        in_bfloat16: tuple[str, ...] = (),
+        narrow: tuple[tuple[str, str], ...] = (),
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacks, redundant_experts, coded, codes, in_bfloat16: see Dims; stacks None
-        means the fastest.
+        share_experts, stacks, redundant_experts, coded, codes, narrow: see Dims; stacks None means
+        the fastest.
         platform: what the forms of operations are chosen for; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
@@ -98,7 +98,7 @@ class Model:
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(dims, kind))
         as_head = cfg.tie_word_embeddings and platform == "cpu"
-        dims = replace(dims, stacks=stacks, in_bfloat16=in_bfloat16, tied_as_head=as_head)
+        dims = replace(dims, stacks=stacks, narrow=narrow, tied_as_head=as_head)
         shape = kernels.attention_shape(dims, target, kind.name, page_size)
         routed = kernels.experts_shape(dims, target, kind.name)
         chosen = Kernels(

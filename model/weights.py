@@ -1,7 +1,7 @@
 """Load a checkpoint onto the devices, each parameter into its sharding; digests of checkpoints."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,9 @@ _WHOLE: Final = 32_768
 _PIECE: Final = 256
 _PIECES: Final = range(3, 33)
 _ALL_PIECES: Final = 40_000
+
+# The dtypes of two bytes, by their names in safetensors.
+_NARROW: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 _ALIGNED: Final = 64  # bytes: what XLA wants of a CPU's arrays
 
@@ -88,31 +91,39 @@ def coded_parameters(
     return codes_to_keep(files, dims, asked)
 
 
-def bfloat16_parameters(path: str | Path, dims: Dims, dummy: bool = False) -> tuple[str, ...]:
-    """`Dims.in_bfloat16` for a checkpoint folder: the matrices that it has in bfloat16 throughout.
+def narrow_parameters(
+    path: str | Path, dims: Dims, dummy: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """`Dims.narrow` for a checkpoint folder: the matrices that it has in one dtype of two bytes.
 
     dims says which are codes. dummy: as config.json says. Raises ModelError as load_params does.
     """
     cfg, folder = dims.cfg, Path(path)
     names = [x for x in ("embed", "lm_head", *dims.coded_inputs) if x not in dims.coded]
     if dummy:
-        return tuple(names) if cfg.torch_dtype == "bfloat16" else ()
+        return _narrow({name: {cfg.torch_dtype} for name in names})
     if is_orbax(folder):
         dtypes = orbax.stored_dtypes(folder)
         if cfg.tie_word_embeddings and "embed" in dtypes:
             dtypes["lm_head"] = dtypes["embed"]
-        return tuple(name for name in names if dtypes.get(name) == {"bfloat16"})
+        return _narrow({name: dtypes.get(name, set()) for name in names})
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
     tree, present = param_sources(replace(dims, coded=(), tied_as_head=False)), set(files.names)
     if cfg.tie_word_embeddings:
         tree["lm_head"] = tree["embed"]
-    found: list[str] = []
+    found: dict[str, set[str]] = {}
     for name in names:
         sources = [part[name] for part in (tree, *tree["layers"]) if name in part]
         tensors = {tensor for source in sources for tensor, _ in source.expected()} & present
-        if {files.dtype(tensor) for tensor in tensors} == {"BF16"}:
-            found.append(name)
-    return tuple(found)
+        stored = {files.dtype(tensor) for tensor in tensors}
+        found[name] = {_NARROW.get(dtype, dtype) for dtype in stored}
+    return _narrow(found)
+
+
+def _narrow(stored: Mapping[str, set[str]]) -> tuple[tuple[str, str], ...]:
+    """Those of the parameters that are stored in one dtype of two bytes, with that dtype."""
+    alone = {name: next(iter(dtypes)) for name, dtypes in stored.items() if len(dtypes) == 1}
+    return tuple(item for item in alone.items() if item[1] in _NARROW.values())
 
 
 def stored_bytes(model: Model) -> int:
@@ -222,15 +233,15 @@ def dummy_digest(
     path: str | Path,
     coded: tuple[str, ...] = (),
     codes: str = "",
-    in_bfloat16: tuple[str, ...] = (),
+    narrow: tuple[tuple[str, str], ...] = (),
 ) -> str:
     """Takes the place of model_digest where parameters are random: of the configuration alone.
 
-    coded: parameters that are codes. codes: which codes. in_bfloat16: see Dims. Random codes, and
-    random values in bfloat16, differ from random values in the model's dtype, so two workers that
+    coded: parameters that are codes. codes: which codes. narrow: see Dims. Random codes, and
+    random values of two bytes, differ from random values in the model's dtype, so two workers that
     differ in them must not pair. No checkpoint has such a digest.
     """
-    told = repr((_computed(ModelConfig.from_dir(path)), coded, codes if coded else "", in_bfloat16))
+    told = repr((_computed(ModelConfig.from_dir(path)), coded, codes if coded else "", narrow))
     return xxhash.xxh3_64(told.encode()).hexdigest() + "-dummy"
 
 

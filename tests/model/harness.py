@@ -30,7 +30,7 @@ from model.transformer import (
     prefill_captured,
     prefill_hidden,
 )
-from model.weights import bfloat16_parameters, coded_parameters, load_params
+from model.weights import coded_parameters, load_params, narrow_parameters
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PAGE_SIZE = 16
@@ -100,7 +100,7 @@ class Harness:
             platform=platform,
             coded=names,
             codes=codes,
-            in_bfloat16=bfloat16_parameters(checkpoint, dims) if narrow else (),
+            narrow=narrow_parameters(checkpoint, dims) if narrow else (),
         )
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()
