@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-import ml_dtypes  # noqa: F401  teaches numpy the name bfloat16, which safetensors asks it for
+import ml_dtypes  # noqa: F401  teaches numpy the name bfloat16
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -14,6 +14,12 @@ from model.errors import ModelError
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Others that numpy has: of scales and packed values, and of tensors that only a digest reads.
+_OTHERS: Final = {"F64": "float64", "BOOL": "bool"} | {
+    f"{kind[0].upper()}{bits}": f"{kind}{bits}"
+    for kind in ("int", "uint")
+    for bits in (8, 16, 32, 64)
+}
 # All bits of the exponent, which only infinities and NaNs have set.
 _EXPONENTS: Final[dict[str, tuple[Any, int]]] = {
     "float32": (np.uint32, 0x7F800000),
@@ -90,18 +96,15 @@ class Checkpoint:
             raise self._foreign(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A non-empty slice of a tensor, in the file's dtype.
+        """A non-empty slice of a tensor, in the file's dtype; a view, as of read_bytes.
 
         Raises ModelError when the file cannot be read, numpy has no such dtype, or a number in it
         is not finite: nothing would show that later, since pages hold finite keys and values only.
         """
-        try:
-            values = np.asarray(self._slice(name)[index])
-        except (SafetensorError, OSError, AttributeError, TypeError) as error:
-            # safetensors asks numpy for the dtype, and slices no items that are less than a byte.
-            if self.dtype(name) not in _DTYPES:
-                raise self._foreign(name) from error
-            raise ModelError(f"{self._at(name)}: not readable: {error}") from error
+        dtype = (_DTYPES | _OTHERS).get(self.dtype(name))
+        if dtype is None:
+            raise self._foreign(name)
+        values = self._mapped(name, np.dtype(dtype))[index]
         if not _is_finite(values):
             raise ModelError(f"{self._at(name)}: has a number that is not finite")
         return values
@@ -112,12 +115,16 @@ class Checkpoint:
         A view of the mapped file: what is not touched is not read. Raises ModelError when the file
         cannot be read.
         """
+        return self._mapped(name, np.dtype(np.uint8))[index]
+
+    def _mapped(self, name: str, dtype: np.dtype) -> np.ndarray:
         shape, at, file = self.shape(name), self._at(name), self._where[name]
         try:
             if file not in self._maps:
                 self._maps[file] = np.asarray(np.memmap(self.folder / file, np.uint8, "r"))
             first = self._offset(name)
-            return self._maps[file][first : first + math.prod(shape)].reshape(shape)[index]
+            held = self._maps[file][first : first + math.prod(shape) * dtype.itemsize]
+            return held.view(dtype).reshape(shape)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{at}: not readable: {error}") from error
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.sharding import make_mesh
@@ -243,6 +244,12 @@ def test_nothing_is_in_memory_twice_while_it_is_loaded(monkeypatch: pytest.Monke
     monkeypatch.setattr(jax, "device_put", watched)
     load_params(folder, _model(folder))
     assert not copied
+
+
+def test_a_tensor_that_is_read_is_not_copied() -> None:
+    files = Checkpoint(GOLDENS / "mixtral" / "model")
+    one, other = (files.read("lm_head.weight", (slice(1, 9), slice(0, 4))) for _ in range(2))
+    assert np.shares_memory(one, other)
 
 
 def test_progress_counts_up_to_the_bytes_on_all_devices() -> None:
