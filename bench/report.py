@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
+import msgspec
+
 from bench.surroundings import Surroundings
 
 Direction = Literal["higher", "lower", "neither"]
@@ -170,16 +172,12 @@ def format_row(row: Row) -> str:
 def read_rows(path: Path) -> list[Row]:
     """Rows of a JSON-lines file. Raises BadRows naming the line, OSError when unreadable."""
     rows = []
-    names = {f.name for f in dataclasses.fields(Row)}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-            row = Row(**{k: v for k, v in values.items() if k in names})
-            _ = row.shapes.keys() | row.versions.keys()  # fails here if they are no dicts
-            rows.append(row)
-        except (ValueError, TypeError, AttributeError) as error:
+            rows.append(msgspec.json.decode(line, type=Row))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise BadRows(f"{path}:{number}: not a row: {error}") from error
     return rows
 

@@ -90,10 +90,25 @@ def test_a_line_is_json_whatever_was_asked():
         replace(row(), shapes={"rate": math.inf}).to_json()
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"bench": "x"}', "3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"{", b"[]", b'{"bench": "x"}', b"3", b"\xff", b"[" * 100_000),
+        *(
+            row().to_json().replace(one, other).encode()
+            for one, other in (
+                (': "bench"', ": null"),
+                (': "case"', ': ["case"]'),
+                ("1.0", "1" + "0" * 400),
+                ("1.0", "true"),
+                ('"seed": 0', '"seed": "0"'),
+            )
+        ),
+    ],
+)
 def test_a_broken_line_is_named(tmp_path, line):
     path = tmp_path / "rows.jsonl"
-    path.write_text(row().to_json() + "\n" + line + "\n")
+    path.write_bytes(row().to_json().encode() + b"\n" + line + b"\n")
     with pytest.raises(BadRows, match=r"rows\.jsonl:2"):
         read_rows(path)
 
