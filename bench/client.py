@@ -36,8 +36,8 @@ class Trace:
     """What one request saw, in seconds of the client's monotonic clock.
 
     event_s: arrival of each event that brought text. output_tokens: from the server's usage, or
-    else the number of events. cached_tokens: of the prompt, from usage. error: empty when the
-    stream ended with [DONE].
+    else the number of events. prompt_tokens: from usage. cached_tokens: of the prompt, from usage;
+    None if that does not say. error: empty when the stream ended with [DONE].
     """
 
     sent_s: float = 0.0
@@ -45,7 +45,7 @@ class Trace:
     done_s: float = 0.0
     output_tokens: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     finish_reason: str = ""
     request_id: str = ""
     status: int = 0
@@ -195,7 +195,8 @@ def _take_values(event: Any, trace: Trace, now_s: float) -> bool:
         trace.output_tokens = int(usage["completion_tokens"])
         trace.prompt_tokens = int(usage["prompt_tokens"])
         details = usage.get("prompt_tokens_details") or {}
-        trace.cached_tokens = int(details.get("cached_tokens") or 0)
+        if (cached := details.get("cached_tokens")) is not None:
+            trace.cached_tokens = int(cached)
     for choice in event.get("choices", ()):
         # An incomplete character yields an event with empty text: a token came all the same.
         # And an answer that ends with its first token may bring the end alone.

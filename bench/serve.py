@@ -100,6 +100,7 @@ async def run_workload(
         else:
             async with limit:
                 trace = await stream_completion(server, payload, timeout_s)
+        trace.prompt_tokens = trace.prompt_tokens or len(request.prompt_ids)
         if trace.ok and trace.output_tokens != request.output_tokens:
             trace.error = f"{trace.output_tokens} tokens came, {request.output_tokens} were asked"
         ended += 1
@@ -140,7 +141,9 @@ def report_traces(
             row(f"{name} p99", float(np.percentile(values, 99)), "ms")
     row("output", sum(trace.output_tokens for trace in good) / taken_s, "tok/s")
     row("input", sum(trace.prompt_tokens for trace in good) / taken_s, "tok/s")
-    row("prompt tokens out of a cache", sum(trace.cached_tokens for trace in good), "count")
+    cached = [trace.cached_tokens for trace in good if trace.cached_tokens is not None]
+    if cached:
+        row("prompt tokens out of a cache", sum(cached), "count")
     row("requests", len(good) / taken_s, "req/s")
     row("goodput", sum(slo.met_by(trace) for trace in traces) / taken_s, "req/s")
     ends = max(trace.done_s for trace in good) - min(trace.sent_s for trace in good)
@@ -339,16 +342,17 @@ def run(args: argparse.Namespace, report: Report) -> int:
     """Load the server named or started. 1 when any request failed."""
     configs = configs_of(args)
     slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
-    if args.url and args.server_args:
+    is_ours = args.url is None  # "", as from a variable that is not set, is refused as a URL
+    if args.server_args and not is_ours:
         raise ValueError("--server-args is for a server that is started, and --url names another")
-    told = [] if args.url else [args.shape, shlex.join(args.server_args)]
+    told = [args.shape, shlex.join(args.server_args)] if is_ours else []
     apart = "".join(f", {text}" for text in told if text)  # tells the case from that without flags
     ok = True
     with contextlib.ExitStack() as stack:
-        if args.url:
-            server, said = parse_url(args.url, args.api_key), args.url
-        else:
+        if is_ours:
             server, said = stack.enter_context(_started(args, report, f"start to ready{apart}"))
+        else:
+            server, said = parse_url(args.url, args.api_key), args.url
         for config in configs:
             case = case_of(config, apart)
             traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up, said)

@@ -152,6 +152,19 @@ async def test_a_workload_gets_a_trace_for_each_request_and_a_row_for_each_metri
     assert {"ttft p50", "ttft p99", "tpot p50", "itl p99"} <= values.keys()
 
 
+@pytest.mark.parametrize("usage", [[], [{"prompt_tokens": 4, "completion_tokens": 3}]])
+async def test_what_a_server_does_not_tell_of_its_usage_is_counted_or_left_out(usage):
+    config = WorkloadConfig(num_requests=2, input_tokens=4, output_tokens=3)
+    told = [b"data: " + json.dumps({"usage": one}).encode() + b"\n\n" for one in usage]
+    async with server_of([*FRAMES[:3], *told, FRAMES[-1]]) as server:
+        traces, taken_s = await run_workload(server, "m", plan_requests(config), config, 10)
+    report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
+    report_traces(report, "4/3 x2", traces, taken_s, Slo(), {})
+    values = {row.metric: row.value for row in report.rows}
+    assert values["input"] == pytest.approx(8 / taken_s)
+    assert "prompt tokens out of a cache" not in values
+
+
 async def test_an_answer_of_another_length_than_was_asked_for_has_failed():
     config = WorkloadConfig(num_requests=1, input_tokens=4, output_tokens=4)
     async with server_of(FRAMES) as server:

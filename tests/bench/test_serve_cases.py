@@ -121,6 +121,15 @@ def test_flags_of_a_server_are_refused_for_one_that_runs(monkeypatch: pytest.Mon
     assert not recorded.loads
 
 
+def test_an_empty_address_is_refused_and_no_other_server_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = Recorded(monkeypatch)
+    with pytest.raises(ValueError, match="--url must be http://host:port, got ''"):
+        recorded.run("--url", "")
+    assert not recorded.started
+
+
 def test_prompts_are_of_the_vocabulary_asked_for() -> None:
     for argv, size in (
         ("", 1000),
