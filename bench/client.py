@@ -35,9 +35,10 @@ class NoAnswer(OSError):
 class Trace:
     """What one request saw, in seconds of the client's monotonic clock.
 
-    event_s: arrival of each event that brought text. output_tokens: from the server's usage, or
-    else the number of events. prompt_tokens: from usage. cached_tokens: of the prompt, from usage;
-    None if that does not say. error: empty when the stream ended with [DONE].
+    sent_s: when its connection was asked for. event_s: arrival of each event that brought text.
+    output_tokens: from the server's usage, or else the number of events. prompt_tokens: from usage.
+    cached_tokens: of the prompt, from usage; None if that does not say. error: empty when the
+    stream ended with [DONE].
     """
 
     sent_s: float = 0.0
@@ -58,7 +59,7 @@ class Trace:
 
     @property
     def ttft_s(self) -> float:
-        """Sent to first text."""
+        """From opening the connection to the first text."""
         return self.event_s[0] - self.sent_s
 
     @property
@@ -107,13 +108,13 @@ async def stream_completion(server: Server, payload: dict[str, Any], timeout_s: 
     """POST /v1/completions with stream=true and follow it. Failures are in the trace."""
     trace = Trace()
     try:
+        body = json.dumps(payload | {"stream": True}).encode()
         async with asyncio.timeout(timeout_s):
+            trace.sent_s = time.perf_counter()  # a server too busy to accept is waited for, too
             reader, writer = await asyncio.open_connection(
                 server.host, server.port, limit=READ_LIMIT_BYTES
             )
             try:
-                body = json.dumps(payload | {"stream": True}).encode()
-                trace.sent_s = time.perf_counter()
                 writer.write(server.request("POST", "/v1/completions", body))
                 await writer.drain()
                 await _follow(reader, trace)

@@ -1,6 +1,6 @@
 """Loads a server over HTTP, a running one or one started for this, and reports TTFT, TPOT and ITL.
 
-All times are stamped at the client: TTFT is from the request's first byte out to the first text
+All times are stamped at the client: TTFT is from opening the request's connection to the first text
 in. goodput is the rate of requests that met every SLO. Percentiles are interpolated, as numpy does
 by default. ITL is from event to event, however many tokens an event has.
 """

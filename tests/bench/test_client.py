@@ -1,6 +1,7 @@
 """The load client against servers whose HTTP differs from ours, and servers that send nonsense."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -112,6 +113,20 @@ async def test_what_is_no_http_is_no_answer(data):
 async def test_a_server_may_tell_nothing_of_its_devices(body):
     async with server_of([body] if body else []) as server:
         assert await asyncio.to_thread(devices_of, server) == ""
+
+
+async def test_the_wait_for_a_connection_is_part_of_ttft(monkeypatch):
+    asked_s, plainly = [], asyncio.open_connection
+
+    async def opened(*address, **how):
+        asked_s.append(time.perf_counter())
+        return await plainly(*address, **how)
+
+    monkeypatch.setattr(asyncio, "open_connection", opened)
+    async with server_of(FRAMES) as server:
+        trace = await stream_completion(server, {}, timeout_s=10)
+    assert trace.ok, trace.error
+    assert trace.sent_s <= asked_s[0]
 
 
 async def test_a_head_of_any_length_that_a_server_may_have_is_read():
