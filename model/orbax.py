@@ -87,15 +87,16 @@ def save_orbax(
             progress(done, total)
         return values
 
-    tree = jax.tree.map(read, checked_sources(files, whole), leaves)
-    is_new = not target.exists()
+    sources, is_new = checked_sources(files, whole), not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undo:
         undo.callback(_remove_begun, target, is_new)
+        # Before parameters are read, which may take minutes: the folder may not be writable.
         for pattern in _COPIED:
             for file in sorted(source_dir.glob(pattern)):
                 if file.name != _NOT_COPIED:
                     shutil.copyfile(file, target / file.name)
+        tree = jax.tree.map(read, sources, leaves)
         # Parameters come last, and have this name only once whole: it marks a folder as Orbax.
         with ocp.Checkpointer(_checksumming()) as checkpointer:
             checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))

@@ -95,6 +95,20 @@ def test_the_source_is_no_place_to_write_to(link: bool, tmp_path: Path) -> None:
     assert sorted(source.iterdir()) == before
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_that_cannot_be_written_is_told_before_parameters_are_read(
+    there: bool, tmp_path: Path
+) -> None:
+    out, read = tmp_path / "file" / "out", []
+    if there:
+        (out / "config.json").mkdir(parents=True)
+    else:
+        out.parent.touch()
+    with pytest.raises(OSError, match="config.json" if there else "Not a directory"):
+        save_orbax(LLAMA, out, _model(LLAMA), lambda *told: read.append(told))
+    assert not read
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("failing", ["copyfile", "save"])
 def test_what_was_begun_goes_when_it_fails(
