@@ -60,7 +60,7 @@ def run(report: Report, num_seeds: int) -> None:
         baseline: dict[float, list[Times]] = {}
         for way in ways:
             with started_server([*_COMMON.split(), *way.arguments.split()]) as server:
-                model = served_model(server)
+                model = served_model(server).name
                 _ttft_s(server, model, at_once[:_WARM_UP])
                 if not rate_per_s:
                     rate_per_s = NUM_PROMPTS / max(_ttft_s(server, model, at_once))

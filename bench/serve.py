@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -225,13 +225,31 @@ def wait_ready(server: Server, process: subprocess.Popen[bytes], timeout_s: floa
     return False
 
 
-def served_model(server: Server) -> str:
-    """Name of the first model that the server lists. Raises NoServer when it lists none."""
+class ServedModel(NamedTuple):
+    """max_tokens: of a prompt and its answer together; None if the server does not say."""
+
+    name: str
+    max_tokens: int | None
+
+    def check_takes(self, config: WorkloadConfig) -> None:
+        """Raises ValueError if a request of the workload may be longer than that."""
+        if self.max_tokens is not None and config.most_tokens > self.max_tokens:
+            raise ValueError(
+                f"--input-tokens {config.input_tokens}, --output-tokens {config.output_tokens} and "
+                f"--spread {config.spread}: up to {config.most_tokens} tokens together, and "
+                f"{self.name} takes {self.max_tokens}"
+            )
+
+
+def served_model(server: Server) -> ServedModel:
+    """The first model that the server lists. Raises NoServer when it lists none."""
     try:
         status, body = asyncio.run(get_json(server, "/v1/models", timeout_s=10.0))
         if status == HTTPStatus.UNAUTHORIZED:
             raise NoServer(f"/v1/models answered {status}: give the server's key as --api-key")
-        return str(body["data"][0]["id"])
+        found = body["data"][0]
+        most = found.get("max_model_len")
+        return ServedModel(str(found["id"]), most if isinstance(most, int) else None)
     except OSError as error:
         raise NoServer(f"{server.address} does not answer: {error}") from error
     except MALFORMED as error:
@@ -281,11 +299,13 @@ def load(
 ) -> list[Trace]:
     """Warm up, then run the workload and report it. server_said: what rows say of the server.
 
-    Raises ValueError for a negative warm_up, NoServer when there is no server.
+    Raises ValueError for a negative warm_up or requests too long, NoServer when there is no server.
     """
     if warm_up < 0:
         raise ValueError(f"warm_up must be at least 0, got {warm_up}")
-    model = served_model(server)
+    served = served_model(server)
+    served.check_takes(config)
+    model = served.name
     name_devices(report, server)
     if warm_up:
         first = plan_warm_up(config, warm_up)

@@ -51,6 +51,12 @@ class WorkloadConfig:
                 f"got {self.shared_prefix_tokens}"
             )
 
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest prompt and the longest answer together."""
+        means = self.input_tokens, self.output_tokens
+        return sum(_bounds(mean, self.spread)[1] for mean in means)
+
 
 @dataclass(frozen=True)
 class PlannedRequest:
@@ -91,5 +97,10 @@ def plan_warm_up(config: WorkloadConfig, count: int) -> list[PlannedRequest]:
 
 
 def _draw(rng: np.random.Generator, mean: int, spread: float) -> int:
-    low, high = round(mean * (1.0 - spread)), round(mean * (1.0 + spread))
-    return int(rng.integers(max(low, 1), max(high, 1) + 1))
+    least, most = _bounds(mean, spread)
+    return int(rng.integers(least, most + 1))
+
+
+def _bounds(mean: int, spread: float) -> tuple[int, int]:
+    """The least and the most that is drawn."""
+    return max(round(mean * (1.0 - spread)), 1), max(round(mean * (1.0 + spread)), 1)

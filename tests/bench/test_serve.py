@@ -173,6 +173,17 @@ async def test_an_answer_of_another_length_than_was_asked_for_has_failed():
     assert trace.error == "3 tokens came, 4 were asked"
 
 
+async def test_requests_longer_than_the_server_takes_are_refused_before_any_is_sent():
+    config = WorkloadConfig(num_requests=1, input_tokens=10, output_tokens=10, spread=0.5)
+    report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
+    bodies: list[bytes] = []
+    paths = {"/v1/models": {"data": [{"id": "m", "max_model_len": 29}]}}
+    async with server_of(FRAMES, bodies=bodies, paths=paths) as server:
+        with pytest.raises(ValueError, match="up to 30 tokens together, and m takes 29"):
+            await asyncio.to_thread(load, report, server, "case", config, Slo(), 10.0, 2)
+    assert not bodies
+
+
 async def test_a_load_warms_up_with_prompts_that_it_does_not_measure():
     config = WorkloadConfig(num_requests=3, input_tokens=4, output_tokens=3, concurrency=1)
     report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
