@@ -78,40 +78,48 @@ async def run_workload(
     Requests are paced by arrival times when the config has a rate, otherwise by `concurrency` in
     flight. An answer of another length than was asked for counts as failed.
     """
-    start_s = time.perf_counter()
-    limit = asyncio.Semaphore(config.concurrency)
+    limit = asyncio.Semaphore(len(planned) if config.rate_per_s else config.concurrency)
     ended = 0
 
     async def one(request: PlannedRequest) -> Trace:
         nonlocal ended
-        payload: dict[str, Any] = {
-            "model": model,
-            "prompt": list(request.prompt_ids),
-            "max_tokens": request.output_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        }
-        if config.repeat_token is not None:
-            payload["logit_bias"] = {str(config.repeat_token): 100}
-        if config.rate_per_s is not None:
-            await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
-            trace = await stream_completion(server, payload, timeout_s)
-        else:
-            async with limit:
-                trace = await stream_completion(server, payload, timeout_s)
+        async with limit:
+            trace = await stream_completion(server, _payload(model, request, config), timeout_s)
         trace.prompt_tokens = trace.prompt_tokens or len(request.prompt_ids)
         if trace.ok and trace.output_tokens != request.output_tokens:
             trace.error = f"{trace.output_tokens} tokens came, {request.output_tokens} were asked"
         ended += 1
         return trace
 
+    start_s = time.perf_counter()
     try:
-        traces = await asyncio.gather(*(one(request) for request in planned))
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for request in planned:
+                # Not all beforehand: that takes time, in which the first are due already.
+                left_s = start_s + request.arrival_s - time.perf_counter()
+                if config.rate_per_s is not None and left_s > 0:
+                    await asyncio.sleep(left_s)
+                tasks.append(group.create_task(one(request)))
     except asyncio.CancelledError:
         print(f"{ended} of {len(planned)} requests had ended", file=sys.stderr)
         raise
-    return list(traces), time.perf_counter() - start_s
+    return [task.result() for task in tasks], time.perf_counter() - start_s
+
+
+def _payload(model: str, request: PlannedRequest, config: WorkloadConfig) -> dict[str, Any]:
+    """The JSON body of a request."""
+    payload: dict[str, Any] = {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.output_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    if config.repeat_token is not None:
+        payload["logit_bias"] = {str(config.repeat_token): 100}
+    return payload
 
 
 def report_traces(

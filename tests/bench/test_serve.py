@@ -19,7 +19,7 @@ from bench.serve import NoServer, Slo, devices_of, load, parse_url, report_trace
 from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
 from bench.timing import seconds_per_call
-from bench.workload import WorkloadConfig, plan_requests
+from bench.workload import PlannedRequest, WorkloadConfig, plan_requests
 
 
 def event(text: str, finish: str | None = None) -> bytes:
@@ -163,6 +163,26 @@ async def test_what_a_server_does_not_tell_of_its_usage_is_counted_or_left_out(u
     values = {row.metric: row.value for row in report.rows}
     assert values["input"] == pytest.approx(8 / taken_s)
     assert "prompt tokens out of a cache" not in values
+
+
+async def test_a_paced_request_is_made_when_it_is_due(monkeypatch):
+    made: list[int] = []
+    sent: list[tuple[int, ...]] = []
+
+    class Ids(tuple[int, ...]):
+        def __iter__(self):
+            made.append(len(self))
+            return super().__iter__()
+
+    async def answered(server, payload, timeout_s):
+        sent.append(tuple(made))
+        return Trace()
+
+    monkeypatch.setattr(serve, "stream_completion", answered)
+    config = WorkloadConfig(rate_per_s=100.0)
+    planned = [PlannedRequest(0.01 * at, Ids(range(at)), 1) for at in (1, 2, 3)]
+    await run_workload(Server("127.0.0.1", 1), "m", planned, config, 10)
+    assert sent == [(1,), (1, 2), (1, 2, 3)]
 
 
 async def test_an_answer_of_another_length_than_was_asked_for_has_failed():
