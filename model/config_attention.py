@@ -20,6 +20,19 @@ _O_UNBIASED: Final = (
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
 )
+# What transformers takes where a checkpoint has no such field; null is something else.
+_KV_HEADS: Final = {
+    "MistralForCausalLM": 8,
+    "Qwen2ForCausalLM": 32,
+    "Qwen3ForCausalLM": 32,
+    "MixtralForCausalLM": 8,
+    "Qwen2MoeForCausalLM": 16,
+    "Qwen3MoeForCausalLM": 4,
+    "MiniMaxM2ForCausalLM": 8,
+    "Glm4MoeForCausalLM": 8,
+    "GptOssForCausalLM": 8,
+}
+_HEAD_DIM: Final = {"Qwen3ForCausalLM": 128, "MiniMaxM2ForCausalLM": 128, "GptOssForCausalLM": 64}
 _NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
 # The only values served for MiniMax-M2: other members of its family differ in these fields.
@@ -57,10 +70,10 @@ def read_attention(fields: Fields, architecture: str) -> dict[str, Any]:
 def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
     """Fields of attention in which each kv head has its own keys and values."""
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    kv_heads = fields.integer("num_key_value_heads", heads)
+    kv_heads = _integer(fields, "num_key_value_heads", _KV_HEADS.get(architecture, heads), heads)
     if heads % kv_heads:
         raise fields.fail("num_key_value_heads", kv_heads, f"a divisor of {heads} query heads")
-    head_dim = fields.integer("head_dim", None)
+    head_dim = _integer(fields, "head_dim", _HEAD_DIM.get(architecture), None)
     if head_dim is None and hidden % heads:
         raise fields.fail("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
     head_dim = hidden // heads if head_dim is None else head_dim
@@ -80,6 +93,11 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
         "qk_norm_of_all": architecture in _NORM_OF_ALL,
         "sinks": architecture == "GptOssForCausalLM",
     }
+
+
+def _integer(fields: Fields, name: str, unsaid: int | None, null: int | None) -> Any:
+    """An integer; `unsaid` where the file has no such field, `null` where it says null."""
+    return fields.integer(name, null if name in fields.values else unsaid)
 
 
 def _qkv_bias(fields: Fields, architecture: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from model.config import KVSpec, ModelConfig
 from model.errors import ModelError
 from model.rope import RopeConfig
-from tests.model.checkpoints import QWEN2, golden_config, write_config
+from tests.model.checkpoints import QWEN2, golden_config, read_config, write_config
 from tests.model.harness import GOLDENS
 
 MIXTRAL, QWEN3_MOE, LLAMA3 = map(golden_config, ("mixtral", "qwen3_moe", "llama"))
@@ -279,3 +279,27 @@ def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
     assert (
         KVSpec(3, 2, 16, 8, "float32").page_bytes == 2 * KVSpec(3, 2, 16, 8, "float16").page_bytes
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "head_dim"),
+    [
+        ("llama", 64, 20),
+        ("mixtral", 8, 20),
+        ("qwen2_moe", 16, 20),
+        ("qwen3", 32, 128),
+        ("qwen3_moe", 4, 20),
+        ("glm4_moe", 8, 20),
+        ("minimax_m2", 8, 128),
+        ("gpt_oss", 8, 64),
+    ],
+)
+def test_heads_that_a_checkpoint_does_not_give_are_as_transformers_has_them(
+    name: str, kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    config = golden_config(name) | {"num_attention_heads": 64, "hidden_size": 1280}
+    null = {"num_key_value_heads": None, "head_dim": None}
+    cfg = read_config(tmp_path, {x: value for x, value in config.items() if x not in null})
+    assert (cfg.num_kv_heads, cfg.head_dim) == (kv_heads, head_dim)
+    cfg = read_config(tmp_path, config | null)
+    assert (cfg.num_kv_heads, cfg.head_dim) == (64, 20)
