@@ -118,7 +118,7 @@ class Checkpoint:
         return self._mapped(name, np.dtype(np.uint8))[index]
 
     def _mapped(self, name: str, dtype: np.dtype) -> np.ndarray:
-        shape, at, file = self.shape(name), self._at(name), self._where[name]
+        shape, file = self.shape(name), self._where[name]
         try:
             if file not in self._maps:
                 self._maps[file] = np.asarray(np.memmap(self.folder / file, np.uint8, "r"))
@@ -126,7 +126,7 @@ class Checkpoint:
             held = self._maps[file][first : first + math.prod(shape) * dtype.itemsize]
             return held.view(dtype).reshape(shape)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{at}: not readable: {error}") from error
+            raise ModelError(f"{self._at(name)}: not readable: {error}") from error
 
     def _offset(self, name: str) -> int:
         """Where in its file a tensor begins; safetensors has checked it, but does not expose it."""
