@@ -29,7 +29,8 @@ def _ranged(
     return parse
 
 
-above_zero = _ranged(float, lambda value: value > 0, "above 0")
+_LEAST, _MOST = 1e-6, 1e6  # beyond, a run would have no beginning or no end
+moderate = _ranged(float, lambda value: _LEAST <= value <= _MOST, f"from {_LEAST:g} to {_MOST:g}")
 
 
 def numbers(text: str) -> tuple[int, ...]:

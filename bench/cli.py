@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from bench.arguments import API_KEY_ENV, above_zero, api_key, at_least, numbers, server_args
+from bench.arguments import API_KEY_ENV, api_key, at_least, moderate, numbers, server_args
 from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.routing_cost import LENGTHS
@@ -146,7 +146,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared-prefix-tokens", type=int, default=0, help="first tokens that all prompts share"
     )
-    parser.add_argument("--rate", type=above_zero, help="requests per second, as Poisson arrivals")
+    parser.add_argument("--rate", type=moderate, help="requests per second, as Poisson arrivals")
     parser.add_argument(
         "--concurrency",
         type=numbers,
@@ -165,13 +165,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="bias answers to this token, so that every draft is right",
     )
     parser.add_argument(
-        "--slo-ttft-ms", type=above_zero, help="longest TTFT of requests that goodput counts"
+        "--slo-ttft-ms", type=moderate, help="longest TTFT of requests that goodput counts"
     )
     parser.add_argument(
-        "--slo-tpot-ms", type=above_zero, help="longest TPOT of requests that goodput counts"
+        "--slo-tpot-ms", type=moderate, help="longest TPOT of requests that goodput counts"
     )
     parser.add_argument(
-        "--timeout-s", type=above_zero, default=600.0, help="seconds a request may take"
+        "--timeout-s", type=moderate, default=600.0, help="seconds a request may take"
     )
     parser.add_argument(
         "--warm-up", type=at_least(0), default=2, help="requests with other tokens to send first"
@@ -201,12 +201,12 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pace", action="append", help="saturated, paced, ...; repeatable")
     parser.add_argument(
         "--step-ms",
-        type=above_zero,
+        type=moderate,
         default=50.0,
         help="milliseconds from step to step at the pace `paced`",
     )
     parser.add_argument(
-        "--overload-step-ms", type=above_zero, default=12.0, help="the same at the pace `overload`"
+        "--overload-step-ms", type=moderate, default=12.0, help="the same at the pace `overload`"
     )
     parser.add_argument(
         "--output-tokens", "--osl", type=int, default=128, help="tokens of a stream"

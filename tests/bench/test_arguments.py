@@ -15,7 +15,7 @@ def parsed(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1", "1e9999"])
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1", "1e9999", "1e-308"])
 @pytest.mark.parametrize(
     "argv",
     [
@@ -38,6 +38,15 @@ def test_times_and_rates_are_finite_and_above_zero(
         parsed(command, f"{flag}={value}")
     assert ended.value.code == 2
     assert f"argument {flag}: must be " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", ["serve --rate", "serve --timeout-s", "frontend --step-ms"])
+def test_times_and_rates_without_end_are_refused(
+    argv: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*argv.split(), "1e308")
+    assert "must be from 1e-06 to 1e+06, got 1e+308" in capsys.readouterr().err
 
 
 def test_times_and_rates_in_range_are_taken() -> None:
