@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from transfer.ports import host_port
@@ -78,16 +78,28 @@ class Trace:
 
 @dataclass(frozen=True)
 class Server:
-    """Where to send. api_key: empty for none."""
+    """Where to send. api_key: empty for none. at: the host's address, if it was looked up."""
 
     host: str
     port: int
     api_key: str = ""
+    at: str = ""
 
     @property
     def address(self) -> str:
         """Host and port as one."""
         return host_port(self.host, self.port)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new connection."""
+        host = self.at or self.host
+        return await asyncio.open_connection(host, self.port, limit=READ_LIMIT_BYTES)
+
+    async def looked_up(self) -> "Server":
+        """The same, found: the time to look up a name is not a request's. Raises OSError."""
+        _, writer = await self.connect()
+        writer.close()
+        return replace(self, at=writer.get_extra_info("peername")[0])
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """An HTTP/1.1 request that asks the server to close afterwards."""
@@ -111,9 +123,7 @@ async def stream_completion(server: Server, payload: dict[str, Any], timeout_s: 
         body = json.dumps(payload | {"stream": True}).encode()
         async with asyncio.timeout(timeout_s):
             trace.sent_s = time.perf_counter()  # a server too busy to accept is waited for, too
-            reader, writer = await asyncio.open_connection(
-                server.host, server.port, limit=READ_LIMIT_BYTES
-            )
+            reader, writer = await server.connect()
             try:
                 writer.write(server.request("POST", "/v1/completions", body))
                 await writer.drain()
@@ -131,9 +141,7 @@ async def stream_completion(server: Server, payload: dict[str, Any], timeout_s: 
 async def get_json(server: Server, path: str, timeout_s: float) -> tuple[int, Any]:
     """(status, parsed body or None). Raises OSError (TimeoutError is one) without an answer."""
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(
-            server.host, server.port, limit=READ_LIMIT_BYTES
-        )
+        reader, writer = await server.connect()
         try:
             writer.write(server.request("GET", path))
             await writer.drain()

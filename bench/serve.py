@@ -91,6 +91,9 @@ async def run_workload(
         ended += 1
         return trace
 
+    with contextlib.suppress(OSError):  # every request will meet it again
+        async with asyncio.timeout(timeout_s):
+            server = await server.looked_up()
     start_s = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:

@@ -129,6 +129,23 @@ async def test_the_wait_for_a_connection_is_part_of_ttft(monkeypatch):
     assert trace.sent_s <= asked_s[0]
 
 
+async def test_a_name_is_looked_up_once_for_all_requests(monkeypatch):
+    asked, loop = [], asyncio.get_running_loop()
+    plainly = loop.getaddrinfo
+
+    async def looked_up(host, *more, **how):
+        asked.append(host)
+        return await plainly(host, *more, **how)
+
+    monkeypatch.setattr(loop, "getaddrinfo", looked_up)
+    config = WorkloadConfig(num_requests=3, input_tokens=4, output_tokens=3)
+    async with server_of(FRAMES) as server:
+        by_name = Server("localhost", server.port)
+        traces, _ = await run_workload(by_name, "m", plan_requests(config), config, 10)
+    assert [trace.error for trace in traces] == ["", "", ""]
+    assert asked == ["localhost"]
+
+
 async def test_a_head_of_any_length_that_a_server_may_have_is_read():
     head = b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000 + b"\r\n\r\n"
     assert await answering(head + b"[1]", lambda server: get_json(server, "/", 10)) == (200, [1])
