@@ -14,8 +14,8 @@ from model.errors import ModelError
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# Others that numpy has: of scales and packed values, and of tensors that only a digest reads.
-_OTHERS: Final = {"F64": "float64", "BOOL": "bool"} | {
+# All that numpy has: those of scales and packed values too, and of tensors only a digest reads.
+_NUMPY: Final = {"F64": "float64", "BOOL": "bool", **_DTYPES} | {
     f"{kind[0].upper()}{bits}": f"{kind}{bits}"
     for kind in ("int", "uint")
     for bits in (8, 16, 32, 64)
@@ -101,7 +101,7 @@ class Checkpoint:
         Raises ModelError when the file cannot be read, numpy has no such dtype, or a number in it
         is not finite: nothing would show that later, since pages hold finite keys and values only.
         """
-        dtype = (_DTYPES | _OTHERS).get(self.dtype(name))
+        dtype = _NUMPY.get(self.dtype(name))
         if dtype is None:
             raise self._foreign(name)
         values = self._mapped(name, np.dtype(dtype))[index]
