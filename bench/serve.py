@@ -41,6 +41,7 @@ from transfer.flags import LIFELINE_ENV
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 
+UNKNOWN = "unknown"  # the device of a server of another project, or behind a proxy
 _VOCAB_SIZE = 1000  # every model's is larger
 _SEEDS_OF_A_CASE = 1 << 16  # between seeds of cases; smaller steps of --seed are for other runs
 
@@ -268,19 +269,19 @@ def served_model(server: Server) -> ServedModel:
 
 
 def name_devices(report: Report, server: Server) -> None:
-    """Have rows from now on name the server's accelerators, if it has any."""
+    """Have rows from now on name the server's accelerators, if it has any, or UNKNOWN."""
     devices = devices_of(server)
     if devices:
         report.surroundings = replace(report.surroundings, device=devices)
 
 
 def devices_of(server: Server) -> str:
-    """The accelerators that a server's workers report; "" if they have or report none."""
+    """The accelerators that a server's workers report; "" if they have none, UNKNOWN if unsaid."""
     try:
         _, body = asyncio.run(get_json(server, "/get_server_info", timeout_s=10.0))
         found = {str(worker["devices"]) for worker in body["workers"]}
     except (OSError, *MALFORMED):
-        return ""
+        return UNKNOWN
     return ", ".join(sorted(devices for devices in found if not devices.endswith(" x cpu")))
 
 

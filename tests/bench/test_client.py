@@ -6,7 +6,7 @@ import time
 import pytest
 
 from bench.client import NoAnswer, Server, get_json, stream_completion
-from bench.serve import NoServer, devices_of, run_workload, served_model
+from bench.serve import UNKNOWN, NoServer, devices_of, run_workload, served_model
 from bench.timelines import read_timelines
 from bench.workload import WorkloadConfig, plan_requests
 from tests.bench.test_serve import FRAMES, server_of
@@ -104,7 +104,7 @@ async def test_what_is_no_http_is_no_answer(data):
         assert await read_timelines(server, ["a", "\ud800"]) == []
         return await asyncio.to_thread(devices_of, server)
 
-    assert await answering(data, ask) == ""
+    assert await answering(data, ask) == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ async def test_what_is_no_http_is_no_answer(data):
 )
 async def test_a_server_may_tell_nothing_of_its_devices(body):
     async with server_of([body] if body else []) as server:
-        assert await asyncio.to_thread(devices_of, server) == ""
+        assert await asyncio.to_thread(devices_of, server) == UNKNOWN
 
 
 async def test_the_wait_for_a_connection_is_part_of_ttft(monkeypatch):

@@ -15,7 +15,16 @@ from bench import serve
 from bench.arguments import API_KEY_ENV
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
-from bench.serve import NoServer, Slo, devices_of, load, parse_url, report_traces, run_workload
+from bench.serve import (
+    UNKNOWN,
+    NoServer,
+    Slo,
+    devices_of,
+    load,
+    parse_url,
+    report_traces,
+    run_workload,
+)
 from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
 from bench.timing import seconds_per_call
@@ -222,12 +231,21 @@ async def test_a_load_warms_up_with_prompts_that_it_does_not_measure():
     assert {row.device for row in report.rows} == {"1 x NVIDIA H200"}
 
 
+async def test_rows_of_a_server_that_tells_nothing_do_not_name_the_clients_processor():
+    config = WorkloadConfig(num_requests=1, input_tokens=4, output_tokens=3)
+    report = Report("serve", Surroundings("c", "2 x processor", {}), out=io.StringIO())
+    paths = {"/v1/models": {"data": [{"id": "m"}]}, "/get_server_info": {"version": "0"}}
+    async with server_of(FRAMES, paths=paths) as server:
+        await asyncio.to_thread(load, report, server, "case", config, Slo(), 10.0, 0)
+    assert {row.device for row in report.rows} == {UNKNOWN}
+
+
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [
         ([{"devices": "2 x cpu"}, {"devices": "2 x cpu"}], ""),
         ([{"devices": "8 x NVIDIA H200"}, {"devices": "8 x NVIDIA H200"}], "8 x NVIDIA H200"),
-        ([{"error": "gone"}], ""),
+        ([{"error": "gone"}], UNKNOWN),
     ],
 )
 async def test_the_server_says_which_accelerators_it_has(workers, expected):
