@@ -41,12 +41,14 @@ class JsonSchemaFormat(msgspec.Struct):
 class ResponseFormat(msgspec.Struct):
     """schema, strict: as SGLang, llama.cpp and Together have it, in place of json_schema.
 
+    value: what Hugging Face's client makes of a schema, beside json_object.
     format, structures, triggers: of a structural tag.
     """
 
     type: str = "text"
     json_schema: JsonSchemaFormat | None = None
     schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
     strict: bool | None = None
     format: Any = None
     structures: Any = None
@@ -148,13 +150,14 @@ def _response_format(name: str, asked: ResponseFormat, tokenizer: Tokenizer) -> 
 
 
 def _json_format(name: str, asked: ResponseFormat) -> Form:
-    where, given = f"{name}.json_schema.schema", asked.json_schema
-    schema = None if given is None else given.schema
-    strict = asked.strict if given is None else given.strict
-    if asked.schema is not None:
-        if given is not None:
-            raise wrong(f"{name}.schema", f"cannot go with {name}.json_schema")
-        where, schema = f"{name}.schema", asked.schema
+    said = [x for x in ("json_schema", "schema", "value") if getattr(asked, x) is not None]
+    if len(said) > 1:
+        raise wrong(f"{name}.{said[1]}", f"cannot go with {name}.{said[0]}")
+    if asked.json_schema is not None or not said:
+        given = asked.json_schema or JsonSchemaFormat()
+        where, schema, strict = f"{name}.json_schema.schema", given.schema, given.strict
+    else:
+        where, schema, strict = f"{name}.{said[0]}", getattr(asked, said[0]), asked.strict
     if schema is not None:
         return Form(where, json_rules(where, schema, lenient=strict is not True))
     if asked.type == "json_schema":

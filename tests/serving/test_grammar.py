@@ -160,6 +160,7 @@ LIKE_SCHEMA: list[dict[str, Any]] = [
     {"type": "json_schema", "schema": SCHEMA, "json_schema": None},
     {"type": "json_object", "schema": SCHEMA},
     {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+    {"type": "json_object", "value": SCHEMA},
 ]
 
 
@@ -214,6 +215,7 @@ async def test_options_of_a_schema_are_those_of_its_grammar(texts: Texts) -> Non
         ({"guided_json": {"not": {"type": "string"}}}, "guided_json: "),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object", "schema": {"type": "foo"}}}, "schema: Inv"),
+        ({"response_format": {"type": "json_object", "value": {"type": "foo"}}}, "value: Inv"),
         (
             {"response_format": {"type": "json_schema", "json_schema": BEYOND | {"strict": True}}},
             'response_format.json_schema.schema: Unimplemented keys: ["not"]',
