@@ -49,6 +49,7 @@ from serving.protocol import (
     num_choices,
     ranks_of,
     request_id_of,
+    salt_of,
     sampling_of,
     seed_of,
     stops_of,
@@ -368,6 +369,6 @@ def _request(
         stream_interval=interval,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
-        cache_salt=fields.cache_salt or "",
+        cache_salt=salt_of(fields.cache_salt, fields.extra_key),
         ranks=ranks,
     )

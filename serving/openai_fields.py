@@ -38,6 +38,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
@@ -62,8 +63,13 @@ class OpenAIFields(SamplingFields, kw_only=True):
     return_prompt_token_ids: Any = None
     return_routed_experts: Any = None
     return_cached_tokens_details: Any = None
+    return_flat_raw_output_top_logprobs: Any = None
+    return_sampling_mask: Any = None
+    return_spec_tokens_details: Any = None
+    return_weight_versions: Any = None
     logprob_token_ids: Any = None
     thinking_token_budget: Any = None
+    watermark: Any = None
     watermarking: Any = None
     repetition_detection: Any = None
     guided_whitespace_pattern: Any = None
@@ -87,7 +93,12 @@ REFUSED = (
     "return_prompt_token_ids",
     "return_routed_experts",
     "return_cached_tokens_details",
+    "return_flat_raw_output_top_logprobs",
+    "return_sampling_mask",
+    "return_spec_tokens_details",
+    "return_weight_versions",
     "logprob_token_ids",
+    "watermark",
     "watermarking",
     "repetition_detection",
     "guided_whitespace_pattern",
@@ -146,6 +157,8 @@ class ChatFields(ConversationFields, kw_only=True):
     logprobs: bool | None = None
     # Not served.
     reasoning: Any = None
+    return_input_ids_in_sglext: Any = None
+    return_output_ids_in_sglext: Any = None
 
 
 _CONVERSATION_REFUSED = (
@@ -158,6 +171,7 @@ _CONVERSATION_REFUSED = (
     "input_ids",
     "return_meta_info",
 )
+_CHAT_REFUSED = ("reasoning", "return_input_ids_in_sglext", "return_output_ids_in_sglext")
 _CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
 
 _completions = msgspec.json.Decoder(CompletionFields)
@@ -191,7 +205,7 @@ def read_chat(body: bytes) -> ChatFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_chats, body)
     check_conversation(fields)
-    refuse(fields, ("reasoning",))
+    refuse(fields, _CHAT_REFUSED)
     if fields.messages is None:
         raise ApiError(400, "messages: this field is required", "messages", "missing_field")
     if fields.top_logprobs and not fields.logprobs:

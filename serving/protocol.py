@@ -412,6 +412,14 @@ def seed_of(seed: int | None, choice: int) -> int:
     return (seed + choice) & ((1 << 63) - 1)
 
 
+def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
+    """The text that requests have in common if they share cached prefixes.
+
+    extra_key: SGLang's second name for such a text.
+    """
+    return f"{cache_salt or ''}\0{extra_key}" if extra_key else cache_salt or ""
+
+
 def request_id_of(
     header: str | None, prefix: str, rid: str | None, request_id: str | None = None
 ) -> str:

@@ -78,6 +78,8 @@ class ResponsesFields(ConversationFields, kw_only=True):
     context_management: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
+    previous_input_messages: Any = None
+    enable_response_messages: Any = None
     # Names that chats have for fields which have other names here: refused, naming those.
     logprobs: Any = None
     max_completion_tokens: Any = None
@@ -91,6 +93,8 @@ _REFUSED = (
     "context_management",
     "continue_final_message",
     "echo",
+    "enable_response_messages",
+    "previous_input_messages",
     "previous_response_id",
     "prompt",
     "prompt_logprobs",

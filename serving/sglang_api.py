@@ -34,6 +34,7 @@ from serving.protocol import (
     num_choices,
     ranks_of,
     request_id_of,
+    salt_of,
     sampling_of,
     seed_of,
     stops_of,
@@ -70,6 +71,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
@@ -90,10 +92,12 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     require_reasoning: Any = None
     return_sampling_mask: Any = None
     return_flat_raw_top_logprobs: Any = None
+    return_flat_raw_output_top_logprobs: Any = None
     return_routed_experts: Any = None
     return_indexer_topk: Any = None
     return_entropy: Any = None
     return_prompt_token_ids: Any = None
+    watermark: Any = None
 
 
 REFUSED = (
@@ -112,10 +116,12 @@ REFUSED = (
     "require_reasoning",
     "return_sampling_mask",
     "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
     "return_routed_experts",
     "return_indexer_topk",
     "return_entropy",
     "return_prompt_token_ids",
+    "watermark",
 )
 
 _generates = msgspec.json.Decoder(GenerateFields)
@@ -235,7 +241,7 @@ class GenerateReader:
             choices,
             stream=bool(fields.stream),
             stream_interval=self._interval,
-            cache_salt=fields.cache_salt or "",
+            cache_salt=salt_of(fields.cache_salt, fields.extra_key),
             ranks=self._ranks,
         )
 

@@ -34,6 +34,11 @@ OPENAI: list[tuple[str, Any, list[Any]]] = [
     ("return_prompt_token_ids", True, [False]),
     ("return_routed_experts", True, [False]),
     ("return_cached_tokens_details", True, [False]),
+    ("return_flat_raw_output_top_logprobs", True, [False]),
+    ("return_sampling_mask", True, [False]),
+    ("return_spec_tokens_details", True, [False]),
+    ("return_weight_versions", True, [False]),
+    ("watermark", {"key": "k"}, [{}]),
     ("session_params", {"id": "s"}, [{}]),
     ("kv_transfer_params", {"do_remote_decode": True}, [{}]),
     ("ec_transfer_params", {"a": 1}, [{}]),
@@ -55,11 +60,17 @@ CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("input_ids", [1, 2], []),
     ("return_meta_info", True, [False]),
 ]
-CHAT: list[tuple[str, Any, list[Any]]] = [("reasoning", {"effort": "high"}, [{}])]
+CHAT: list[tuple[str, Any, list[Any]]] = [
+    ("reasoning", {"effort": "high"}, [{}]),
+    ("return_input_ids_in_sglext", True, [False]),
+    ("return_output_ids_in_sglext", True, [False]),
+]
 RESPONSES: list[tuple[str, Any, list[Any]]] = [
     ("add_generation_prompt", False, [True]),
     ("continue_final_message", True, [False]),
     ("conversation", "conv_1", []),
+    ("previous_input_messages", [{"role": "user"}], [[]]),
+    ("enable_response_messages", True, [False]),
 ]
 GENERATE: list[tuple[str, Any, list[Any]]] = [
     ("lora_id", "a", []),
@@ -69,6 +80,8 @@ GENERATE: list[tuple[str, Any, list[Any]]] = [
     ("require_reasoning", True, [False]),
     ("return_sampling_mask", True, [False]),
     ("return_flat_raw_top_logprobs", True, [False]),
+    ("return_flat_raw_output_top_logprobs", True, [False]),
+    ("watermark", {"key": "k"}, [{}]),
     ("return_routed_experts", True, [False]),
     ("return_indexer_topk", True, [False]),
     ("return_entropy", True, [False]),
@@ -99,6 +112,16 @@ async def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing(
     assert field in error.message
     for harmless in (None, *neutral):
         await read(**{field: harmless})
+
+
+@pytest.mark.parametrize("read", [completion, chat, responses, generate])
+async def test_an_extra_key_separates_cached_prefixes_as_a_salt_does(read: Read) -> None:
+    asked = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}]
+    salts = [(await read(**fields)).cache_salt for fields in asked]
+    assert salts[:2] == ["", "a"]
+    assert len({*salts}) == len(asked)
+    for nothing in ("", None):
+        assert (await read(extra_key=nothing)).cache_salt == ""
 
 
 @pytest.mark.parametrize("read", [completion, chat])
