@@ -57,6 +57,8 @@ HELP = {
     "--max-inflight-requests and --max-queued-requests among them",
     "served_model_name": "model name in the API; '': the folder's name",
     "chat_template": "file with a Jinja chat template; '': the checkpoint's",
+    "default_chat_template_kwargs": "variables that chats give to the template unless they set "
+    """them themselves, as a JSON object: '{"enable_thinking": false}'; '': none""",
     "api_key": "key that clients must send as a bearer token; '': none is asked for; default: "
     "$KVFERRY_API_KEY, which keeps the key out of process lists",
     "allowed_origins": "web origins whose scripts may use the API, as a JSON list: "

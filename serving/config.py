@@ -1,10 +1,12 @@
 """The API process's configuration: one frozen value, validated once, printed at start."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from serving.chat_template import RESERVED_KWARGS
 from serving.parsing import ReasoningParser, ToolCallParser
 from transfer.checks import above_zero, at_least, check_port, not_negative
 from transfer.errors import ConfigError
@@ -29,6 +31,7 @@ class ServeConfig:
     api_workers: int = 1  # HTTP processes behind the one address
     served_model_name: str = ""  # default: the folder's name
     chat_template: str = ""  # file of one; default: the checkpoint's own
+    default_chat_template_kwargs: str = ""  # JSON: variables of the template
     api_key: str = ""  # "" = no key asked
     allowed_origins: tuple[str, ...] = ()  # of pages whose scripts may read answers (CORS)
     context_length: int = 0  # 0 = what the workers say
@@ -108,6 +111,7 @@ class ServeConfig:
                 "--api-key, or $KVFERRY_API_KEY, must not have control characters, nor blanks or "
                 "line ends around it: no client could send it"
             )
+        self._check_template_kwargs()
         if not self.host:
             raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")
         check_port(self, "port")
@@ -116,6 +120,24 @@ class ServeConfig:
                 "--api-workers must be 1 to --max-inflight-requests, which they share "
                 f"({self.max_inflight_requests}), got {self.api_workers}"
             )
+
+    def _check_template_kwargs(self) -> None:
+        flag = "--default-chat-template-kwargs"
+        try:
+            kwargs = self.template_kwargs
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            example = '{"enable_thinking": false}'
+            got = self.default_chat_template_kwargs
+            raise ConfigError(f"{flag}: expected a JSON object, such as '{example}', got {got!r}")
+        if wrong := RESERVED_KWARGS & kwargs.keys():
+            raise ConfigError(f"{flag}: must not set {', '.join(sorted(wrong))}")
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables that every chat gives to the template, unless it sets them itself."""
+        return json.loads(self.default_chat_template_kwargs or "{}")
 
     @property
     def model_name(self) -> str:

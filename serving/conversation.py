@@ -152,12 +152,12 @@ def check_function(function: Mapping[str, Any], where: str) -> None:
 
 def render(model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: PromptFields) -> str:
     """The prompt of a conversation. Raises ApiError with the template's own words."""
-    kwargs = dict(fields.chat_template_kwargs or {})
+    kwargs = dict(model.template_kwargs)
     if (effort := fields.reasoning_effort) is not None:
         # Few templates know efforts; more can turn thinking off or on, under one of these names.
         thinks = effort != "none"
-        asked = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
-        kwargs = asked | kwargs
+        kwargs |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    kwargs |= fields.chat_template_kwargs or {}
     if fields.documents is not None:
         kwargs["documents"] = fields.documents
     try:

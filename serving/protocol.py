@@ -121,6 +121,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.model_name
+        self.template_kwargs = config.template_kwargs
         self.trial = GrammarTrial(config.model_path, config.queue_timeout_s)
         # Renders long conversations, one at a time: rendering shares the GIL with every stream.
         self.templates = Turns("chat template", _MAX_TEMPLATES_WAITING, config.queue_timeout_s)

@@ -51,6 +51,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mem_fraction_static": {"mem_fraction_static": 0.25},
     "stream_interval": {"stream_interval": 7},
     "allowed_origins": {"allowed_origins": ("https://a.example", "http://[::1]:3000")},
+    "default_chat_template_kwargs": {"default_chat_template_kwargs": '{"a": "b c"}'},
     "nnodes": NODES,
     "node_rank": NODES,
     "dist_init_addr": NODES,
