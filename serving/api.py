@@ -93,6 +93,7 @@ HELP = {
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
     "reasoning_parser": "format of the model's reasoning, which chats then return in a field of "
     "its own; none: it stays in the text",
+    "reasoning_field": "name of that field",
     "tool_call_parser": "format of the model's tool calls, which chats then return in fields of "
     "their own; none: they stay in the text",
     "enable_metrics": "serve /metrics",

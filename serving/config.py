@@ -56,6 +56,7 @@ class ServeConfig:
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
     sampling_defaults: Literal["model", "openai"] = "model"
     reasoning_parser: ReasoningParser = "none"
+    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"  # of chats
     tool_call_parser: ToolCallParser = "none"
     enable_metrics: bool = True
     enable_tokenizer_info_endpoint: bool = False  # chat template and all

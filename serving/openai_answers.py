@@ -344,7 +344,7 @@ class ParsedChatShape(ChatShape):
         content = echoed + told.content
         message: dict[str, Any] = {"content": content or (None if calls else "")}
         if self._parsing.reasoning != "none":
-            message["reasoning_content"] = told.reasoning or None
+            message[self._parsing.reasoning_field] = told.reasoning or None
         if calls:
             message["tool_calls"] = calls
         return message
@@ -364,7 +364,7 @@ class ParsedChatShape(ChatShape):
         calls = self._calls(parsed, told)
         delta: dict[str, Any] = {}
         if told.reasoning:
-            delta["reasoning_content"] = told.reasoning
+            delta[self._parsing.reasoning_field] = told.reasoning
             parsed.thoughts.add(told.reasoning)
         if told.content:
             delta["content"] = told.content

@@ -288,6 +288,7 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
         must_call=must_call,
         sealed=config.reasoning_parser == "gpt-oss"
         and all(token_id in model.tokenizer.special_ids for token_id in token_ids),
+        reasoning_field=config.reasoning_field,
     )
 
 

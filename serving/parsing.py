@@ -67,6 +67,7 @@ class Parsing:
     prompt: str = ""
     begun: str = ""  # the beginning of the answer, if the prompt already has it
     sealed: bool = False  # only markers with a TOKEN_SEAL count
+    reasoning_field: str = "reasoning_content"  # where a chat shows reasoning
 
     def __bool__(self) -> bool:
         return self.reasoning != "none" or bool(self.tools)

@@ -87,6 +87,19 @@ async def test_both_kinds_of_answer_have_the_same_fields(interval: int) -> None:
         assert found == ("They want é.", "One moment.", calls, ["tool_calls"])
 
 
+async def test_reasoning_has_the_name_that_the_server_was_told() -> None:
+    """Clients of vLLM look for `reasoning` alone: its own benchmark counts no other deltas."""
+    async with client_of(ANSWER, **PARSERS, reasoning_field="reasoning") as chats:
+        asked: dict[str, Any] = {"model": MODEL_NAME, "messages": HELLO}
+        (choice,) = (await chats.create(**asked)).choices
+        assert choice.message.reasoning == "They want é."
+        stream = await chats.create(**asked, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == "They want é."
+        for part in (choice.message, *deltas):
+            assert not hasattr(part, "reasoning_content")
+
+
 async def test_calls_stay_text_without_tools_or_with_none_chosen() -> None:
     async with client_of(ANSWER, **PARSERS) as chats:
         content = f"One moment.\n{ONE}\n{ONE}"
