@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 from urllib.parse import quote
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +20,7 @@ from serving.errors import ApiError
 from serving.event_stream import EventStream
 from serving.front import Front, while_client_waits
 from serving.interval import Interval
+from serving.json_fields import read_json
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel, request_id_of
 from serving.responses_answers import ResponsesAnswer
@@ -106,6 +108,39 @@ class SglangEndpoint:
         return sglang_api.GenerateAnswer(
             front.model.tokenizer, reader.is_batch, arrival.monotonic_s, front.clock
         )
+
+
+class _Named(msgspec.Struct):
+    """The fields that tell for which route a body is."""
+
+    prompt: Any = None
+    input: Any = None
+
+
+class InvocationEndpoint:
+    """POST /invocations, SageMaker's only path: completions, responses, or else chats."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[type[Reader], Endpoint] = {
+            openai_api.ChatReader: ChatEndpoint(),
+            openai_api.CompletionReader: CompletionEndpoint(),
+            responses_api.ResponsesReader: ResponsesEndpoint(),
+        }
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        named = read_json(_named, body)
+        kind: type[Reader] = openai_api.ChatReader
+        if named.prompt is not None:
+            kind = openai_api.CompletionReader
+        elif named.input is not None:
+            kind = responses_api.ResponsesReader
+        return self._endpoints[kind].read(body, model)
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
+        return self._endpoints[type(reader)].spell(reader, request, front, arrival)
+
+
+_named = msgspec.json.Decoder(_Named)
 
 
 class Generate:

@@ -7,11 +7,42 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
 from serving.tokenizer import Tokenizer
 from tests.recording import until
 from tests.serving.live import EOS, MODEL_NAME, MODEL_PATH, live_server
 from tests.serving.test_app import ASK, error_of, step_until_idle
 from transfer import wire
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a", "messages": None}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/chat/completions", {}),
+        ("/v1/completions", {"prompt": ""}),
+        ("/v1/completions", {"prompt": 1}),
+    ],
+)
+async def test_an_invocation_is_answered_by_the_route_that_its_body_is_for(
+    path: str, asked: dict[str, Any]
+) -> None:
+    """SageMaker calls no other path."""
+
+    def told(answer: httpx.Response) -> tuple[int, str, Any]:
+        first = json.loads(answer.text.partition("data: ")[2].partition("\n")[0] or answer.text)
+        kind = first.get("object") or first.get("type") or first["error"]
+        return answer.status_code, answer.headers["content-type"], kind
+
+    async with live_server() as live:
+        for stream in (False, True):
+            fields = {**asked, "stream": stream}
+            expected = told(await live.post(path, fields))
+            assert told(await live.post("/invocations", fields)) == expected
 
 
 async def test_a_ping_is_answered_as_health_is() -> None:
