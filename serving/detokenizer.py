@@ -15,8 +15,8 @@ from serving.json_bytes import dumps
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A character has at most four bytes; after twice as many held tokens the bytes are not UTF-8.
-WINDOW_HELD_TOKENS = 8
+_MAX_CHARACTER_BYTES = 4
+WINDOW_HELD_TOKENS = 2 * _MAX_CHARACTER_BYTES  # after so many the bytes are not UTF-8
 _WINDOW_BEFORE_TOKENS = 8  # of the prompt: one that has text would do, but some have none
 
 
@@ -149,11 +149,16 @@ class _Window:
 
     def __init__(self, decoder: WindowDecoder, before: Sequence[int]) -> None:
         self._decoder = decoder
-        self._ids = [i for i in before[-_WINDOW_BEFORE_TOKENS:] if decoder.adds_text(i)]
-        self._shown = decoder.decode(self._ids)  # the decoding of ids[:num_shown]
-        while self._shown.endswith(REPLACEMENT):  # half a character: what follows cannot end it
-            self._ids.pop()
-            self._shown = decoder.decode(self._ids)
+        near = [i for i in before[-_WINDOW_BEFORE_TOKENS:] if decoder.adds_text(i)]
+        # If only bytes are near, the first few may end a character, which spoils all of them.
+        for start in range(_MAX_CHARACTER_BYTES):
+            self._ids = near[start:]
+            self._shown = decoder.decode(self._ids)  # the decoding of ids[:num_shown]
+            while self._shown.endswith(REPLACEMENT):  # half a character: what follows can't end it
+                self._ids.pop()
+                self._shown = decoder.decode(self._ids)
+            if self._ids:
+                break
         self._num_shown = len(self._ids)  # ids[:num_shown] are shown, ids[num_shown:] held
 
     def push(self, token_id: int) -> str:

@@ -114,6 +114,14 @@ def test_half_a_character_at_the_end_of_a_prompt_is_not_waited_for():
     assert stream.push([3 + 0x96]) + stream.flush() == REPLACEMENT
 
 
+@pytest.mark.parametrize("prompt", ["a 世世世", "世é😀😀", "a 😀😀😀", "ééé世世"])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_prompt_that_ends_in_many_bytes_leaves_the_space_after_it(prompt, cut):
+    ids = LLAMA.encode(prompt).ids
+    stream = window_stream(ids[: len(ids) - cut])
+    assert stream.push(LLAMA.encode("the a").ids) == " the a"
+
+
 def test_a_window_gives_up_on_bytes_that_never_become_a_character():
     stream = window_stream()
     lead = 3 + 0xE4
