@@ -138,17 +138,45 @@ def strict_calls_form(
         text = f"({_TEXT} <[{','.join(map(str, sorted(others)))}]>)* {_TEXT}" if others else _TEXT
         calls = start.replace("start", "calls", 1)
         lines = [f"start: (text calls){'?' if one else '*'} text", f"text: {text}", calls, *rules]
-    parts = _parts(
-        [
-            function if function["name"] in strict else {"name": function["name"], "parameters": {}}
-            for function in functions
-        ],
-        places,
-        "where one is strict",
-    )
+    parts = _strict_parts(functions, places, "where one is strict")
     name = places.get(strict[0], "tools").replace("parameters", "strict")
     rules_text = {"lark_grammar": "\n".join(lines) + "\n"}
     return Form(name, rules_text, parts, whole=parsing.tool_calls == "gpt-oss")
+
+
+def calls_or_form(
+    text: Form,
+    parsing: Parsing,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    places: Mapping[str, str] = NO_PLACES,
+) -> Form:
+    """The form of an answer that is either calls alone, or a text of the form `text`.
+
+    Only the arguments of strict functions have to fit their parameters. places: as in calls_form.
+    Raises ApiError for a bad schema of a strict function.
+    """
+    functions, mark = named_functions(tools), _Marks(tokenizer)
+    names = [function["name"] for function in functions]
+    start, *rules = _FORMATS[parsing.tool_calls](names, parsing.one_call, mark)
+    said = "@text"
+    if parsing.tool_calls == "gpt-oss":
+        said = f'{mark("<|channel|>")} "final" {mark("<|message|>")} @text'
+    lines = [f"start: calls | {said}", start.replace("start", "calls", 1), *rules]
+    parts = _strict_parts(functions, places, "beside a form")
+    own = Part({"name": "text", **text.rules}, text.name)
+    return Form(text.name, {"lark_grammar": "\n".join(lines) + "\n"}, (*parts, own))
+
+
+def _strict_parts(
+    functions: Sequence[Mapping[str, Any]], places: Mapping[str, str], where: str
+) -> tuple[Part, ...]:
+    """As _parts, but the arguments of a function that is not strict are any object."""
+    held = [
+        function if function.get("strict") is True else {"name": function["name"], "parameters": {}}
+        for function in functions
+    ]
+    return _parts(held, places, where)
 
 
 def _parts(
@@ -324,7 +352,7 @@ def _harmony_prefix(parsing: Parsing, mark: _Marks) -> str:
         return ""
     channel, message = mark("<|channel|>"), mark("<|message|>")
     thought = f'thought: {channel} "analysis" {message} {_TEXT} {_next_message(mark)}'
-    if parsing.must_call:
+    if parsing.calls_are_formed:
         return f"start: thought* @answer\n{thought}\n"
     answer = f'{channel} "final" {message} @answer'
     return f"start: thought* {answer}\n{thought}\n"

@@ -21,6 +21,7 @@ from serving.grammar import (
 from serving.structural_tags import structural_tag_form
 from serving.tokenizer import Tokenizer
 
+JSON_FORMATS: Final = ("json_object", "json_schema")  # types of a response_format
 _MAX_CHOICES = 1024
 _REFUSED_OPTIONS = (
     "whitespace_pattern",

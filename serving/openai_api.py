@@ -9,6 +9,7 @@ import msgspec
 
 from serving.call_grammar import (
     calls_form,
+    calls_or_form,
     must_be_calls,
     named_tool,
     strict_calls_form,
@@ -23,7 +24,7 @@ from serving.conversation import (
     text_of,
 )
 from serving.errors import bad_field, not_served
-from serving.forms import check_end, form_of
+from serving.forms import JSON_FORMATS, check_end, form_of
 from serving.grammar import Form, grammar_text
 from serving.harmony import MARKERS
 from serving.openai_fields import (
@@ -32,7 +33,7 @@ from serving.openai_fields import (
     OpenAIFields,
     StreamOptions,
 )
-from serving.parsing import Parsing, tools_of
+from serving.parsing import Parsing, begin_with_markers, tools_of
 from serving.prompt import Prompt
 from serving.protocol import (
     ChoiceAsk,
@@ -198,6 +199,8 @@ class ChatReader:
         model = self._model
         form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer)
         places = self._places_of_parameters()
+        if self.parsing.may_call and form is not None:
+            return calls_or_form(form, self.parsing, fields.tools or (), model.tokenizer, places)
         if not self.parsing.must_call:
             return form or self._form_of_strict_calls(fields, places)
         # A response format is about the text, and an answer that must be calls has none. It is not
@@ -279,17 +282,26 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
     if must_call and config.tool_call_parser == "none":
         raise bad_field("tool_choice", "required tool calls need a server with --tool-call-parser")
     calls = config.tool_call_parser != "none" and fields.tool_choice != "none"
+    tools = tools_of(named_functions(fields.tools or ()), config.tool_call_parser) if calls else {}
+    may_call = bool(tools) and not must_call and _asks_for_json(fields)
     token_ids = map(model.tokenizer.token_id, MARKERS)
     return Parsing(
         config.reasoning_parser,
         config.tool_call_parser,
-        tools_of(named_functions(fields.tools or ()), config.tool_call_parser) if calls else {},
+        tools,
         one_call=fields.parallel_tool_calls is False,
         must_call=must_call,
+        may_call=may_call and begin_with_markers(config.tool_call_parser),
         sealed=config.reasoning_parser == "gpt-oss"
         and all(token_id in model.tokenizer.special_ids for token_id in token_ids),
         reasoning_field=config.reasoning_field,
     )
+
+
+def _asks_for_json(fields: ChatFields) -> bool:
+    """Whether the answer is to be JSON, from its very beginning."""
+    asked = fields.response_format
+    return asked is not None and asked.type in JSON_FORMATS and not fields.continue_final_message
 
 
 def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:

@@ -55,6 +55,12 @@ def tools_of(functions: Sequence[Mapping[str, Any]], parser: ToolCallParser) -> 
     }
 
 
+def begin_with_markers(parser: ToolCallParser) -> bool:
+    """Whether the first token of a call tells it from other JSON."""
+    found = CALL_FORMATS.get(parser)
+    return found is None or not found.bare
+
+
 @dataclass(frozen=True, slots=True)
 class Parsing:
     """What is parsed out of the answer to one request. tools: empty if calls are not parsed."""
@@ -64,6 +70,7 @@ class Parsing:
     tools: Tools = field(default_factory=dict)
     one_call: bool = False  # calls after the first are left out
     must_call: bool = False
+    may_call: bool = False  # the answer is calls, or else of a form that the client asked for
     prompt: str = ""
     begun: str = ""  # the beginning of the answer, if the prompt already has it
     sealed: bool = False  # only markers with a TOKEN_SEAL count
@@ -71,6 +78,11 @@ class Parsing:
 
     def __bool__(self) -> bool:
         return self.reasoning != "none" or bool(self.tools)
+
+    @property
+    def calls_are_formed(self) -> bool:
+        """Whether the form of the answer describes its calls, and what precedes them."""
+        return self.must_call or self.may_call
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -90,8 +102,8 @@ class Parsing:
         if not self.tools:
             return None
         found = CALL_FORMATS[self.tool_calls]
-        # A model that must call is held to a grammar, and grammars are made from JSON schemas.
-        return CALL_FORMATS["hermes"] if self.must_call and found.untyped else found
+        # Where a grammar describes calls, their arguments are JSON.
+        return CALL_FORMATS["hermes"] if self.calls_are_formed and found.untyped else found
 
     def call_id(self, call: ToolCall) -> str:
         """The id of a call: the one that the model gave it, or else a new one each time."""
