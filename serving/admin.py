@@ -291,6 +291,7 @@ class Admin:
         """The server's configuration, its processes, and what every worker says."""
         config = dataclasses.asdict(self._front.config)
         del config["api_key"]
+        config["served_model_name"] = self._front.config.model_name  # the one in force
         states = await self._siblings.states()
         totals = {
             "ready": all(state.ready for state in states),

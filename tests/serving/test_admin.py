@@ -45,6 +45,16 @@ async def test_an_invocation_is_answered_by_the_route_that_its_body_is_for(
             assert told(await live.post("/invocations", fields)) == expected
 
 
+async def test_all_that_name_the_model_agree() -> None:
+    """SGLang's router takes the name from the one route, and its clients from another."""
+    for given in ("", "a-name"):
+        async with live_server(served_model_name=given) as live:
+            models = (await live.http.get("/v1/models")).json()["data"]
+            for path in ("/server_info", "/model_info"):
+                told = (await live.http.get(path)).json()["served_model_name"]
+                assert [told] == [model["id"] for model in models]
+
+
 async def test_a_ping_is_answered_as_health_is() -> None:
     async with live_server() as live:
         for _ in range(2):
