@@ -245,6 +245,8 @@ class ChatReader:
         if self._form is not None and not self._form.whole:
             prefix = thought_prefix(self.parsing, model.tokenizer)
         grammar = await grammar_text(self._form, model.trial, prefix)
+        if fields.separate_reasoning is False:  # only the grammar had to know of thoughts
+            self.parsing = replace(self.parsing, reasoning="none")
         max_new = fit_tokens(
             len(ids),
             self._max_tokens,
@@ -270,14 +272,14 @@ class ChatReader:
 def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
     """What is parsed out of the answer.
 
-    Raises ApiError for a request to leave reasoning in the answer where a parser takes it out, and
-    for one that asks for calls where no parser reads them.
+    Raises ApiError for a request that wants reasoning in a way in which no parser gives it, and for
+    one that asks for calls where no parser reads them.
     """
     config = model.config
-    if config.reasoning_parser != "none":
-        for name in ("separate_reasoning", "stream_reasoning"):
-            if getattr(fields, name) is False:
-                raise not_served(name)
+    if config.reasoning_parser != "none" and fields.stream_reasoning is False:
+        raise not_served("stream_reasoning")
+    if config.reasoning_parser == "gpt-oss" and fields.separate_reasoning is False:
+        raise not_served("separate_reasoning")  # without its parser an answer is hardly legible
     must_call = must_be_calls(fields.tool_choice)
     if must_call and config.tool_call_parser == "none":
         raise bad_field("tool_choice", "required tool calls need a server with --tool-call-parser")

@@ -1,5 +1,6 @@
 """Chats with reasoning and tool calls in fields of their own, over HTTP, by OpenAI's client."""
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -14,6 +15,7 @@ from openai import AsyncOpenAI
 from serving.tokenizer import Tokenizer
 from tests.serving import live
 from tests.serving.live import EOS, MODEL_NAME, MODEL_PATH, live_server, tokenizer_of_tests
+from transfer.errors import Code
 
 HELLO: list[Any] = [{"role": "user", "content": "Weather?"}]
 TOOLS: list[Any] = [
@@ -236,9 +238,37 @@ async def test_of_special_tokens_the_markers_are_shown_alone(
         assert await streamed(chats, tools=TOOLS, extra_body=more) == found
 
 
-async def test_reasoning_that_must_stay_in_the_text_is_refused() -> None:
+async def test_reasoning_stays_in_the_text_where_a_client_asks_for_it() -> None:
+    thought = "<think>\nThey want é.\n</think>\n\nOne moment."
+    more = {"extra_body": {"separate_reasoning": False}}
     async with client_of(ANSWER, **PARSERS) as chats:
-        for name in ("separate_reasoning", "stream_reasoning"):
+        assert await streamed(chats, **more) == ("", ANSWER, [], ["stop"])
+        calls = [("weather", '{"city": "Zürich"}')] * 2
+        assert await streamed(chats, tools=TOOLS, **more) == ("", thought, calls, ["tool_calls"])
+        for tools, content in (((), ANSWER), (TOOLS, thought)):
+            asked: dict[str, Any] = {"model": MODEL_NAME, "messages": HELLO, "tools": tools}
+            answer = await chats.create(**asked, **more)
+            assert answer.choices[0].message.content == content
+            assert not hasattr(answer.choices[0].message, "reasoning_content")
+            assert answer.usage.completion_tokens_details is None
+
+
+async def test_a_thought_that_stays_in_the_text_may_precede_its_form() -> None:
+    asked = {"messages": HELLO, "separate_reasoning": False, "regex": "said"}
+    async with live_server(auto_step=False, reasoning_parser="qwen3") as served:
+        asking = asyncio.create_task(served.post("/v1/chat/completions", asked))
+        (room,) = await served.cluster.submitted(1)
+        worker = served.cluster.prefill[0]
+        grammar = worker.rooms[room].submit.sampling.grammar
+        worker.fail(room, Code.TOO_LONG, "seen enough")
+        assert (await asking).status_code == 400
+    assert "thought" in grammar
+
+
+async def test_reasoning_that_no_one_could_read_or_all_at_once_is_refused() -> None:
+    harmony = {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"}
+    for name, parsers in (("stream_reasoning", PARSERS), ("separate_reasoning", harmony)):
+        async with client_of(ANSWER, **parsers) as chats:
             with pytest.raises(openai.BadRequestError, match=name):
                 await chats.create(model=MODEL_NAME, messages=HELLO, extra_body={name: False})
 
