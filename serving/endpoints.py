@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -16,7 +17,7 @@ from serving.arrival import Arrival
 from serving.bodies import Body
 from serving.choice import Choice, check_prompt_logprobs, is_long_to_spell
 from serving.connection import body_writer_of
-from serving.errors import ApiError
+from serving.errors import ApiError, bad_field, quoted
 from serving.event_stream import EventStream
 from serving.front import Front, while_client_waits
 from serving.interval import Interval
@@ -217,7 +218,8 @@ class Generate:
         deadline_s = arrival.monotonic_s + front.config.request_timeout_s
         left_s = deadline_s - front.clock.monotonic_s()
         try:
-            return await while_client_waits(finish, receive, left_s)
+            request = await while_client_waits(finish, receive, left_s)
+            return None if request is None else _on_rank(request, scope, front.model)
         except ApiError as error:
             front.runner.counted(error)
             raise
@@ -239,6 +241,23 @@ class Generate:
             self._front.config.slow_client_buffer_bytes,
             self._front.config.slow_client_timeout_s,
         )
+
+
+def _on_rank(request: Request, scope: Scope, model: ServedModel) -> Request:
+    """The request, on the rank of decode that its header dictates, whatever its body says.
+
+    As with SGLang: proxies that choose ranks leave bodies alone. Raises ApiError.
+    """
+    name = "X-Data-Parallel-Rank"
+    asked = _header(scope, name.lower().encode())
+    if asked is None:
+        return request
+    try:
+        rank = int(asked)
+    except ValueError:
+        raise bad_field(name, f"expected an integer, got {quoted(asked)}") from None
+    decode = model.rank_of(name, rank, "decode")
+    return replace(request, ranks=request.ranks._replace(decode=decode))
 
 
 def error_headers(scope: Scope) -> dict[str, str]:

@@ -450,6 +450,15 @@ async def test_dictated_ranks_reach_both_workers_and_the_load_shows_every_rank()
             response = await live.post(path, body | {"routed_dp_rank": 2})
             assert response.status_code == 400
             assert error_of(response)["param"] == "routed_dp_rank"
+            header = "X-Data-Parallel-Rank"  # proxies send it, and it takes precedence
+            asked = asyncio.create_task(live.post(path, body, **{header: "0"}))
+            (room,) = await live.cluster.submitted(1)
+            assert {w.rooms[room].submit.routed_dp_rank for w in (prefill, decode)} == {0}
+            await step_until_idle(live)
+            assert (await asked).status_code == 200
+            for wrong in ("2", "-1", "x"):
+                response = await live.post(path, body, **{header: wrong})
+                assert (response.status_code, error_of(response)["param"]) == (400, header)
 
 
 async def test_metrics_can_be_switched_off() -> None:
