@@ -218,6 +218,7 @@ class WorkerLink:
                 return
             if clock.monotonic_s() - closed_s > _COMPLAIN_AFTER_S:
                 complaint.tell(message)
+                await self._client.renew()  # its name may have another address by now
             await pause(self._context.timers, delay_s)
             delay_s = min(2 * delay_s, _REOPEN_LONGEST_S)
 

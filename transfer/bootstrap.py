@@ -403,11 +403,11 @@ class RegistryClient:
         of a registry that was started anew, and whoever watches is serving.
         """
         complaint = self._complaint()
-        has_seen = False
+        has_seen, heard_s = False, self._clock.monotonic_s()
 
         def take(view: wire.ClusterView) -> None:
-            nonlocal has_seen
-            has_seen = True
+            nonlocal has_seen, heard_s
+            has_seen, heard_s = True, self._clock.monotonic_s()
             on_view(view)
 
         while True:
@@ -416,11 +416,13 @@ class RegistryClient:
                 await self._watch_once(take, complaint)
             except TimeoutError:
                 complaint.tell(f"nothing came for {SILENCE_S:g} s")
-                await self._client.renew()
             except KvferryError as error:
                 if isinstance(error, Unauthenticated) and not has_seen:
                     raise
                 complaint.tell(error)
+            if self._clock.monotonic_s() - heard_s >= SILENCE_S:
+                heard_s = self._clock.monotonic_s()
+                await self._client.renew()
             await asyncio.sleep(RETRY_S)
 
     async def _watch_once(

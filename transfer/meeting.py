@@ -212,6 +212,8 @@ class Visit:
                         if not heard:
                             log.info("waiting for node 0: %s", error)
                         heard = f"; last heard: {error}"
+                        # By itself gRPC asks for the address of a name ever more seldom.
+                        await self._client.renew()
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             raise Unavailable(

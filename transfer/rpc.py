@@ -329,7 +329,7 @@ class RpcClient:
         """Start over with another connection; calls under way raise Unavailable.
 
         Otherwise gRPC waits up to 20 s for an attempt to connect, even if another process has
-        the port by now.
+        the port by now, and up to 2 minutes before it asks again for the address of a name.
         """
         old, self._channel = self._channel, self._open()
         await old.close(None)

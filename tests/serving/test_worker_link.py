@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from serving import worker_link
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
+from tests.names import NAME, addresses_by_name
 from tests.serving.test_placement import played
 from transfer import wire
 from transfer.clock import ManualClock
@@ -180,3 +183,17 @@ async def test_a_registered_worker_that_cannot_be_opened_is_told_of_once(caplog)
             if not 1005.0 < clock.monotonic_s() < 1007.0:
                 assert told == (clock.monotonic_s() > 1006.0)
             await cluster.pass_time(0.5)
+
+
+async def test_a_worker_whose_name_had_no_address_is_opened_once_it_has(monkeypatch, caplog):
+    monkeypatch.setattr(worker_link, "_COMPLAIN_AFTER_S", 0.1)
+    addresses = addresses_by_name(monkeypatch)
+    async with FakeCluster() as cluster:
+        (worker,) = cluster.decode
+        listed = cluster.registry.members[worker.worker_id]
+        info = msgspec.structs.replace(listed.info, address=NAME)
+        cluster.registry.set(msgspec.structs.replace(listed, info=info))
+        dispatcher = await cluster.dispatcher(wait=False)
+        await until(lambda: "worker decode-0 cannot be opened" in caplog.text)
+        addresses[NAME] = worker.address
+        await until(lambda: cluster.sees_all(dispatcher))
