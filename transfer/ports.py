@@ -3,24 +3,38 @@
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from transfer.errors import ConfigError
 
 
 def bind(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.socket:
-    """A socket bound to one address: IPv6 for a numeric IPv6 host, otherwise the name's IPv4.
+    """A socket bound to one address, that of `address_of`.
 
     Raises ConfigError, naming the flag, when a socket listens there. Others may be bound to the
     address as well until one of them listens; `listen` raises for the rest.
     reuse_port: share the address with listening sockets of this user that were bound the same way.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, address = address_of(host, port)
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
     with _taking(sock, host, port, flag):
-        sock.bind((host, port))
+        sock.bind(address)
     return sock
+
+
+def address_of(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """What to bind for a host: the first IPv4 address of a name, or of IPv6 where it has no other.
+
+    A host that has no address comes back as it is: to bind it raises the error that says why.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return socket.AF_INET, (host, port)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, address
 
 
 def listen(sock: socket.socket, host: str, port: int, flag: str, backlog: int) -> socket.socket:

@@ -10,6 +10,7 @@ from transfer.clock import Clock
 from transfer.complaint import Complaint, Complaints
 from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, server_context
+from transfer.ports import address_of
 from transfer.route_link import RouteHello, RouteLink, greet
 from transfer.routes import RouteNews, RouteTable
 from transfer.rpc import Security
@@ -129,10 +130,9 @@ class RouteFeeds:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Listen on one socket, so that one port serves the host's name; `::` takes IPv4 too."""
-    if ":" not in host:
-        return socket.create_server((host, port))
-    both = socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=both)
+    family, address = address_of(host, port)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, dualstack_ipv6=both)
 
 
 class TurnRoutes:

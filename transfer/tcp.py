@@ -39,7 +39,7 @@ from transfer.handshake import (
 )
 from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
-from transfer.ports import host_port
+from transfer.ports import address_of, host_port
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
@@ -269,11 +269,11 @@ class TcpReceiver(Receiver):
 
     def start(self) -> str:
         """Raises ConfigError when the address cannot be listened on."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        family, address = address_of(self._host, self._port)
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self._host, self._port))
+            listener.bind(address)
             listener.listen(128)
         except OSError as error:
             listener.close()
