@@ -21,7 +21,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
 from model.errors import MemoryShortage, ModelError, NodeLost
-from transfer import logs, open_files, terminal
+from transfer import logs, open_files, signals, terminal
 from transfer.checks import is_there
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -306,6 +306,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     Exits at once when main returns: engine and I/O threads hold nothing worth waiting for.
     """
     terminal.open_missing()
+    signals.forget_inherited()
     _watch_lifeline()
     code = 0
     try:

@@ -38,6 +38,16 @@ def draining_first(
     return {signal.SIGINT: stop, signal.SIGTERM: terminated, DRAIN: told_to_drain}
 
 
+def forget_inherited() -> None:
+    """Hear every signal, and of every child's end, whatever the parent had blocked or ignored.
+
+    A parent that ignores SIGCHLD would have the system drop its children's exit codes, and ours.
+    What is ignored on purpose (nohup, a shell's background job) stays so.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def on_signals(actions: Actions) -> Iterator[None]:
     """Run each signal's action on the running loop while the `with` lasts (main thread).

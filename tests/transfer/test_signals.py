@@ -39,12 +39,44 @@ flags.run_main("example", main)
 """
 
 
+# What a careless parent leaves to its children.
+DEAF = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+HEARS = """
+import asyncio, os, signal, sys
+from transfer import flags
+from transfer.errors import ConfigError
+from transfer.signals import on_signals
+
+async def body():
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
+    told = asyncio.Event()
+    with on_signals({signal.SIGTERM: told.set}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(20):
+            await told.wait()
+        raise ConfigError(f"told to leave, its child ended with {await child.wait()}")
+
+flags.run_main("example", lambda: asyncio.run(body()))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_loop_closes_changes_nothing(number: signal.Signals) -> None:
     argv = [sys.executable, "-c", ENDS, str(int(number))]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert ended.stderr == "kvferry example: the reason\n"
     assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_a_process_hears_signals_and_its_children_whatever_its_parent_did_not_hear() -> None:
+    argv = [sys.executable, "-c", DEAF, HEARS]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr == "kvferry example: told to leave, its child ended with 7\n"
 
 
 @pytest.mark.parametrize(
