@@ -274,8 +274,7 @@ class Supervisor:
                 if beside is not None:
                     group.create_task(beside)
         except BaseExceptionGroup as errors:
-            failed = errors.subgroup(ChildFailed)
-            raise (failed.exceptions[0] if failed else errors) from None
+            raise (errors.subgroup(ChildFailed) or errors).exceptions[0] from None
 
     async def drain(self) -> None:
         """Have the children in front finish their requests; the others are kept alive meanwhile."""

@@ -438,3 +438,17 @@ async def test_what_drains_for_too_long_is_left_to_be_stopped(
     await front.wait_ready()
     await asyncio.wait_for(supervisor.drain(), 20)
     assert front.process.returncode is None
+
+
+async def test_what_fails_beside_the_children_is_raised_as_it_is(
+    supervisor: children.Supervisor,
+) -> None:
+    """Not in a group, of which a process could only print a traceback."""
+    running = await supervisor.start(child(TELL_READY + WAIT))
+    await running.wait_ready()
+
+    async def beside() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(RuntimeError, match=r"^can't start new thread$"):
+        await supervisor.watch_all([running], beside())
