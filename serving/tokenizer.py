@@ -1,6 +1,7 @@
 """Turns text into ids and back, and conversations into text, as a checkpoint's files define it."""
 
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -36,6 +37,10 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
 ]
+
+# Read at each call. Texts come one by one, which the library's threads, one for each processor, do
+# not make faster; where a container allows no more threads, every call would fail.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _PART_CHARACTERS = 1 << 16  # of a long text, tokenized at a time to count them

@@ -1,7 +1,10 @@
 """serving/tokenizer against the recorded encodings and conversations, and broken files."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import tokenizers
@@ -396,3 +399,21 @@ def test_a_sentencepiece_vocabulary_decodes_and_names_its_bytes(tmp_path):
     assert tokenizer.token_text(the_id) == " the"
     assert tokenizer.token_bytes(byte_id) == b"\xe4"
     assert tokenizer.eos_id is None
+
+
+COUNTS_THREADS = """
+import os, sys
+from serving.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.from_dir(sys.argv[1])
+before = len(os.listdir("/proc/self/task"))
+assert tokenizer.encode("the cat")
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_text_is_tokenized_without_more_threads():
+    argv = [sys.executable, "-c", COUNTS_THREADS, str(up.demo_model_path())]
+    env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "0\n"
