@@ -22,7 +22,10 @@ from serving.front import Front, while_client_waits
 from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
 from serving.loads import loads_answer
+from serving.messages_api import MessagesReader
+from serving.messages_fields import read_count
 from serving.metrics import CONTENT_TYPE
+from serving.openai_api import ChatReader
 from serving.prompt import Prompt
 from serving.protocol import (
     ChoiceAsk,
@@ -224,15 +227,26 @@ class Admin:
 
     async def count_input(self, request: HttpRequest) -> Response:
         """How many tokens /v1/responses would read of the same request (OpenAI's API reference)."""
+        count = await self._count(
+            request, lambda body: ResponsesReader(read_responses(body), self._model)
+        )
+        return _json({"object": "response.input_tokens", "input_tokens": count})
+
+    async def count_message(self, request: HttpRequest) -> Response:
+        """The same for /v1/messages (Anthropic's API reference)."""
+        count = await self._count(
+            request, lambda body: MessagesReader(read_count(body), self._model)
+        )
+        return _json({"input_tokens": count})
+
+    async def _count(self, request: HttpRequest, read: Callable[[bytes], ChatReader]) -> int:
+        """The number of tokens in the prompt of the request; 0 if the client has left."""
         async with self._body(request) as body:
-            reader = ResponsesReader(read_responses(body), self._model)
+            reader = read(body)
             del body
             timeout_s = self._front.config.request_timeout_s
             asked = await while_client_waits(reader.finish(None), request.receive, timeout_s)
-        if asked is None:  # the client has left
-            return Response()
-        count = len(asked.choices[0].prompt.ids)
-        return _json({"object": "response.input_tokens", "input_tokens": count})
+        return 0 if asked is None else len(asked.choices[0].prompt.ids)
 
     async def _encode(self, name: str, texts: Sequence[str], add_special: bool) -> list[list[int]]:
         if len(texts) > MAX_PROMPTS:

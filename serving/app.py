@@ -25,6 +25,7 @@ from serving.endpoints import (
     CompletionEndpoint,
     Generate,
     InvocationEndpoint,
+    MessagesEndpoint,
     ResponsesEndpoint,
     SglangEndpoint,
     error_headers,
@@ -38,6 +39,8 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 
 # Served without a key: probes and scrapers have none.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+# Anthropic's API, whose errors have another shape.
+_MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 def create_front(
@@ -76,6 +79,8 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),
         Route("/v1/responses", Generate(front, ResponsesEndpoint()), methods=["POST"]),
         Route("/v1/responses/input_tokens", admin.count_input, methods=["POST"]),
+        Route("/v1/messages", Generate(front, MessagesEndpoint()), methods=["POST"]),
+        Route("/v1/messages/count_tokens", admin.count_message, methods=["POST"]),
         Route("/invocations", Generate(front, InvocationEndpoint()), methods=["POST"]),
         Route("/generate", Generate(front, SglangEndpoint()), methods=["POST"]),
         Route("/v1/models", admin.models),
@@ -137,7 +142,10 @@ class _App(Starlette):
 
 
 class _ApiKey:
-    """Asks for `Authorization: Bearer <key>` everywhere but on the open paths."""
+    """Asks for the key everywhere but on the open paths.
+
+    It comes as `Authorization: Bearer <key>` or, from Anthropic's clients, as `x-api-key: <key>`.
+    """
 
     def __init__(self, app: ASGIApp, bodies: Bodies, api_key: str) -> None:
         self._app = app
@@ -146,23 +154,29 @@ class _ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            given = scheme.lower() + b" " + key.strip()
-            if not hmac.compare_digest(given, self._expected):
-                message = (
-                    "the API key is wrong" if key else "expected a header Authorization: Bearer"
-                )
+            headers = dict(scope["headers"])
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            bare = headers.get(b"x-api-key", b"").strip()
+            given = (scheme.lower() + b" " + key.strip(), b"bearer " + bare)
+            if not any(hmac.compare_digest(one, self._expected) for one in given):
+                message = "expected a header Authorization: Bearer"
+                if key or bare:
+                    message = "the API key is wrong"
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers["WWW-Authenticate"] = "Bearer"
                 await self._bodies.skip(scope, receive)
-                await error.response(error_headers(scope))(scope, receive, send)
+                await _response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
+def _response(error: ApiError, scope: Scope) -> Response:
+    return error.response(error_headers(scope), for_messages=scope["path"] in _MESSAGES_PATHS)
+
+
 def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError), f"registered for ApiError, got {error!r}"
-    return error.response(error_headers(request.scope))
+    return _response(error, request.scope)
 
 
 def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
@@ -171,7 +185,7 @@ def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
     messages = {404: f"there is no {what}", 405: f"{what} is not allowed"}
     message = messages.get(error.status_code, str(error.detail))
     answer = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return answer.response(error_headers(request.scope))
+    return _response(answer, request.scope)
 
 
 def _redirection(app: Starlette, request: HttpRequest, error: Exception) -> Response | None:
@@ -193,7 +207,7 @@ def _redirection(app: Starlette, request: HttpRequest, error: Exception) -> Resp
 def _answer_fault(request: HttpRequest, error: Exception) -> Response:
     # The server logs the error with its traceback; a client has no use for it.
     answer = ApiError(500, "internal error", code="internal")
-    return answer.response(error_headers(request.scope))
+    return _response(answer, request.scope)
 
 
 ERROR_ANSWERS = {

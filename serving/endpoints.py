@@ -1,4 +1,4 @@
-"""The routes that generate: chat, completions, responses and SGLang's /generate."""
+"""The routes that generate: chat, completions, responses, messages and SGLang's /generate."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,7 +11,15 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving import openai_api, openai_fields, responses_api, responses_fields, sglang_api
+from serving import (
+    messages_api,
+    messages_fields,
+    openai_api,
+    openai_fields,
+    responses_api,
+    responses_fields,
+    sglang_api,
+)
 from serving.answer import WholeAnswer
 from serving.arrival import Arrival
 from serving.bodies import Body
@@ -22,6 +30,7 @@ from serving.event_stream import EventStream
 from serving.front import Front, while_client_waits
 from serving.interval import Interval
 from serving.json_fields import read_json
+from serving.messages_answers import MessagesAnswer
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel, request_id_of
 from serving.responses_answers import ResponsesAnswer
@@ -96,6 +105,18 @@ class ResponsesEndpoint:
         return ResponsesAnswer(
             request, reader.asked, model.tokenizer, model.name, created, reader.parsing
         )
+
+
+class MessagesEndpoint:
+    """POST /v1/messages."""
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        return messages_api.MessagesReader(messages_fields.read_messages(body), model)
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
+        assert isinstance(reader, messages_api.MessagesReader), "this endpoint made it"
+        model = front.model
+        return MessagesAnswer(request, reader.asked, model.tokenizer, model.name, reader.parsing)
 
 
 class SglangEndpoint:

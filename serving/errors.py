@@ -1,5 +1,7 @@
 """Defines what a client is told when its request fails: a status, and a body in OpenAI's shape.
 
+The routes of Anthropic's API have its shape and types instead.
+
     code (transfer/errors)   status   type
     bad_request, too_long      400    invalid_request_error
     aborted                    400    invalid_request_error
@@ -56,6 +58,16 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+# As Anthropic's API has them.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 # The type by which OpenAI's clients, and proxies that fall back on another model, see that the
 # request is at fault.
 _TYPES_OF_CODES = {"model_not_found": "invalid_request_error"}
@@ -101,10 +113,18 @@ class ApiError(Exception):
             }
         }
 
-    def response(self, headers: Mapping[str, str] = NO_HEADERS) -> Response:
-        """headers: beside the error's own."""
+    def messages_body(self) -> dict[str, Any]:
+        """{"type": "error", "error": {"type", "message"}}, as Anthropic's clients read it."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _MESSAGES_TYPES.get(self.status, default)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(
+        self, headers: Mapping[str, str] = NO_HEADERS, *, for_messages: bool = False
+    ) -> Response:
+        """headers: beside the error's own. for_messages: in the shape of Anthropic's API."""
         return Response(
-            orjson.dumps(self.body()),
+            orjson.dumps(self.messages_body() if for_messages else self.body()),
             self.status,
             {**self.headers, **headers},
             media_type="application/json",
@@ -201,3 +221,8 @@ def _first_name(path: str) -> str:
 def error_event(error: ApiError) -> bytes:
     """The last event of a stream that fails after its first byte."""
     return b"data: " + orjson.dumps(error.body()) + b"\n\n"
+
+
+def messages_error_event(error: ApiError) -> bytes:
+    """The same as Anthropic's API has it."""
+    return b"event: error\ndata: " + orjson.dumps(error.messages_body()) + b"\n\n"

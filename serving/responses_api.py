@@ -1,11 +1,11 @@
 """Turns the fields of a Responses request into a `Request`, by way of a chat's."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from serving.errors import ApiError
 from serving.openai_api import ChatReader
+from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
 from serving.responses_fields import ResponsesFields, chat_of, places_of_parameters
 
@@ -15,8 +15,6 @@ _NAMES = {
     "messages": "input",
     "response_format": "text.format",
 }
-_FIRST = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
-_ANY = re.compile(r"\bresponse_format\b")
 
 
 class ResponsesReader(ChatReader):
@@ -27,31 +25,16 @@ class ResponsesReader(ChatReader):
     def __init__(self, fields: ResponsesFields, model: ServedModel) -> None:
         """Raises ApiError if any field is wrong."""
         self.asked = fields
-        with _by_own_names(), _untruncated(fields):
+        with by_own_names(_NAMES), _untruncated(fields):
             super().__init__(chat_of(fields), model)
 
     async def finish(self, request_id: str | None) -> Request:
         """As ChatReader."""
-        with _by_own_names(), _untruncated(self.asked):
+        with by_own_names(_NAMES), _untruncated(self.asked):
             return await super().finish(request_id)
 
     def _places_of_parameters(self) -> Mapping[str, str]:
         return places_of_parameters(self.asked)
-
-
-@contextmanager
-def _by_own_names() -> Iterator[None]:
-    """Reword errors about a field of the chat so that they name the field it was made from."""
-    try:
-        yield
-    except ApiError as error:
-        message = _ANY.sub("text.format", error.message)
-        param = error.param
-        if found := _FIRST.match(error.message):
-            name = _NAMES[found[1]]
-            message = name + _ANY.sub("text.format", error.message[found.end() :])
-            param = name.partition(".")[0]
-        raise error.reworded(message, param) from error
 
 
 @contextmanager

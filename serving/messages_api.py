@@ -1,0 +1,30 @@
+"""Turns the fields of a Messages request into a `Request`, by way of a chat's."""
+
+from collections.abc import Mapping
+
+from serving.messages_fields import MessagesFields, chat_of, format_name
+from serving.openai_api import ChatReader
+from serving.own_names import by_own_names
+from serving.protocol import Request, ServedModel
+
+
+class MessagesReader(ChatReader):
+    """One request on its way to a `Request`."""
+
+    id_prefix = "msg_"
+
+    def __init__(self, fields: MessagesFields, model: ServedModel) -> None:
+        """Raises ApiError if any field is wrong."""
+        self.asked = fields
+        self._own_names = {"response_format": format_name(fields), "stop": "stop_sequences"}
+        with by_own_names(self._own_names):
+            super().__init__(chat_of(fields), model)
+
+    async def finish(self, request_id: str | None) -> Request:
+        """As ChatReader."""
+        with by_own_names(self._own_names):
+            return await super().finish(request_id)
+
+    def _places_of_parameters(self) -> Mapping[str, str]:
+        tools = enumerate(self.asked.tools or ())
+        return {tool["name"]: f"tools[{i}].input_schema" for i, tool in tools}
