@@ -46,6 +46,7 @@ class MessagesAnswer:
         self._model_name = model_name
         self._parsing = parsing
         thinking = fields.thinking
+        self._max_tokens = fields.max_tokens or 0
         self._hides_thoughts = thinking is not None and thinking.display == "omitted"
         self._parser: MarkedText | None = parsing.parser() if parsing else None
         self._thoughts = Thoughts(tokenizer)
@@ -207,6 +208,8 @@ class MessagesAnswer:
             reason = "stop_sequence"
         elif reason == "stop" and self._num_calls:
             reason = "tool_use"
+        elif reason == "length" and choice.num_tokens < self._max_tokens:
+            reason = "model_context_window_exceeded"
         details = {"thinking_tokens": self._thoughts.num_tokens(choice)}
         return {
             "stop_reason": _STOP_REASONS.get(reason, reason),

@@ -25,6 +25,10 @@ class MessagesReader(ChatReader):
         with by_own_names(self._own_names):
             return await super().finish(request_id)
 
+    def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
+        """As much of max_tokens as the context has left: here a request has to name some number."""
+        return super()._fit(num_prompt, None, asked)
+
     def _places_of_parameters(self) -> Mapping[str, str]:
         tools = enumerate(self.asked.tools or ())
         return {tool["name"]: f"tools[{i}].input_schema" for i, tool in tools}

@@ -247,15 +247,6 @@ class ChatReader:
         grammar = await grammar_text(self._form, model.trial, prefix)
         if fields.separate_reasoning is False:  # only the grammar had to know of thoughts
             self.parsing = replace(self.parsing, reasoning="none")
-        max_new = fit_tokens(
-            len(ids),
-            self._max_tokens,
-            None,
-            model.context_length(),
-            "messages",
-            self._max_name,
-            fields.min_tokens,
-        )
         return _request(
             fields,
             request_id_of(request_id, self.id_prefix, fields.rid, fields.request_id),
@@ -263,9 +254,16 @@ class ChatReader:
             self._n,
             msgspec.structs.replace(self._sampling, grammar=grammar),
             self._shown,
-            [max_new],
+            [self._fit(len(ids), self._max_tokens, None)],
             self._interval,
             self._ranks,
+        )
+
+    def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
+        """max_new_tokens, as fit_tokens has it."""
+        length, fields = self._model.context_length(), self._fields
+        return fit_tokens(
+            num_prompt, asked, default, length, "messages", self._max_name, fields.min_tokens
         )
 
 

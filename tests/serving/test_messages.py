@@ -157,6 +157,22 @@ async def test_plain_text_ends_at_its_length_its_stop_sequence_or_by_itself() ->
                 assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
 
 
+async def test_an_answer_ends_with_the_context_however_much_more_it_might_have() -> None:
+    async with live_server(context_length=24) as live, client_of(live) as client:
+        counted = await client.messages.count_tokens(model=MODEL_NAME, messages=ASK["messages"])
+        left = 24 - counted.input_tokens
+        for max_tokens, reason in (
+            (left, "max_tokens"),
+            (left + 1, "model_context_window_exceeded"),
+            (9_000, "model_context_window_exceeded"),
+        ):
+            answer = await client.messages.create(**ASK | {"max_tokens": max_tokens})
+            assert (answer.usage.output_tokens, answer.stop_reason) == (left, reason)
+        long = [{"role": "user", "content": "Weather? " * 20}]
+        with pytest.raises(anthropic.BadRequestError, match="messages: this model's maximum"):
+            await client.messages.create(**ASK | {"messages": long})
+
+
 @pytest.mark.parametrize("parsers", [{}, PARSERS])
 async def test_an_answer_without_a_word_is_an_empty_text(parsers: dict[str, Any]) -> None:
     async with live_server(writes(""), **parsers) as live:
