@@ -1,5 +1,6 @@
 """Streams of messages lend to the columns as those of chats do."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,8 +33,7 @@ def _answer(
     return MessagesAnswer(request, fields, tokenizer, model_name, parsing or Parsing())
 
 
-def _thinking(*given: Any) -> MessagesAnswer:
-    return _answer(*given, Parsing("qwen3"))
+_thinking = partial(_answer, parsing=Parsing("qwen3"))
 
 
 async def _tell(crowd: Crowd, idx: int, token: int, finish: int = 0) -> None:
