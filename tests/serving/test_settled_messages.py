@@ -1,6 +1,5 @@
 """Streams of messages lend to the columns as those of chats do."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,17 +22,16 @@ def _any_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _answer(
-    request: Request,
-    tokenizer: Tokenizer,
-    model_name: str,
-    created: int,
-    parsing: Parsing | None = None,
+    request: Request, tokenizer: Tokenizer, model_name: str, created: int
 ) -> MessagesAnswer:
-    fields = MessagesFields(max_tokens=99)
-    return MessagesAnswer(request, fields, tokenizer, model_name, parsing or Parsing())
+    return MessagesAnswer(request, MessagesFields(max_tokens=99), tokenizer, model_name, Parsing())
 
 
-_thinking = partial(_answer, parsing=Parsing("qwen3"))
+def _thinking(
+    request: Request, tokenizer: Tokenizer, model_name: str, created: int
+) -> MessagesAnswer:
+    fields, parsing = MessagesFields(max_tokens=99), Parsing("qwen3")
+    return MessagesAnswer(request, fields, tokenizer, model_name, parsing)
 
 
 async def _tell(crowd: Crowd, idx: int, token: int, finish: int = 0) -> None:
