@@ -59,7 +59,6 @@ class Notices:
     def __init__(self, system: System, traffic: Traffic) -> None:
         self.strikes: list[Strike] = []
         self._preempted_s: dict[int, float] = {}  # by room
-        self._given_up_s: dict[tuple[str, str], float] = {}  # by API process and worker
         self._system = system
         self._traffic = traffic
 
@@ -94,8 +93,6 @@ class Notices:
                 continue
             if not self._system.members[line.member].hurt(strike.at_s):
                 strike.noticed.setdefault(line.member, line.at_s - strike.at_s)
-        if found := _BROKE.search(line.text):
-            self._given_up_s[line.member, found[1]] = line.at_s
         if found := _PREEMPTED.search(line.text):
             self._preempted_s[int(found[1])] = line.at_s
         if found := _MOVES.search(line.text):
@@ -140,10 +137,6 @@ class Notices:
         ends = self._system.members[strike.target].hurt(strike.at_s, until_s)
         if any(trouble.kind != "freeze" for trouble in ends):
             return "end of decode"
-        apis = self._system.named("api")
-        if any(api.hurt(strike.at_s, until_s) for api in apis):
+        if any(api.hurt(strike.at_s, until_s) for api in self._system.named("api")):
             return "fault of api"
-        given_up_s = [self._given_up_s.get((api.name, strike.target), math.inf) for api in apis]
-        if all(strike.at_s <= at_s < until_s for at_s in given_up_s):
-            return "decode given up"
         return ""

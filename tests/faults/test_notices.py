@@ -91,18 +91,3 @@ def test_a_connection_whose_room_was_preempted_may_stall_unnoticed(
     text = f"f1 is preempted in room {room}: older requests need its pages"
     heard.hear(Line("decode-0", 1, at_s, text))
     assert len(heard.overdue(stall, 0.0)) == num_found
-
-
-@pytest.mark.parametrize(
-    ("worker", "at_s", "num_found"),
-    [("decode-0", 103.2, 0), ("decode-0", 99.0, 1), ("decode-0", 105.0, 1), ("decode-1", 103.2, 1)],
-    ids=["in time", "before", "too late", "another worker"],
-)
-def test_a_connection_of_a_decode_worker_that_all_apis_gave_up_may_stall_unnoticed(
-    worker: str, at_s: float, num_found: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when that worker froze at the same time: no rooms are left that need its pages."""
-    heard = _notices([100.0], monkeypatch)
-    stall = heard.struck(_fault(1, "stall", 5.8, "link"), "decode-0", "mid_chunk", "prefill-0", 7)
-    heard.hear(Line("api-0", 1, at_s, f"worker {worker} broke off: it said nothing for 3 s"))
-    assert len(heard.overdue(stall, 0.0)) == num_found
