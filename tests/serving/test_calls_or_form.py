@@ -1,6 +1,5 @@
 """Answers with a response format, where the model may call tools instead."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -11,15 +10,20 @@ from serving.forms import form_of
 from serving.grammar import grammar_text
 from serving.openai_fields import read_chat
 from serving.tagged_text import CALL_FORMATS
-from tests.serving.live import MODEL_NAME, MODEL_PATH, live_server
+from tests.serving.live import MODEL_NAME, MODEL_PATH
 from tests.serving.test_grammar import MARKERS
 from tests.serving.test_must_call import FLAT_TOOLS, FORMATS, SAID, TOOLS
-from tests.serving.test_parsed_chats import HELLO, ONE, client_of, streamed
+from tests.serving.test_parsed_chats import (
+    HELLO,
+    ONE,
+    client_of,
+    grammar_asked_of_workers,
+    streamed,
+)
 from tests.serving.test_responses import ASK
 from tests.serving.test_strict_calls import TOOLS as STRICT_TOOLS
 from tests.serving.test_strict_calls import call_of, parsing_of
 from tests.serving.texts import Texts, Untried
-from transfer.errors import Code
 
 SAYS = '{"said": "x"}'
 MARKED = [*(name for name, form in CALL_FORMATS.items() if not form.bare), "gpt-oss"]
@@ -108,12 +112,6 @@ FORM = {"format": {"type": "json_schema", "name": "said", "schema": SAID}}
 async def test_tools_may_be_called_beside_a_format_that_a_client_asks_for(
     path: str, asked: dict[str, Any], parser: str, may_call: bool
 ) -> None:
-    async with live_server(auto_step=False, tool_call_parser=parser) as live:
-        asking = asyncio.create_task(live.post(f"/v1/{path}", asked))
-        (room,) = await live.cluster.submitted(1)
-        worker = live.cluster.prefill[0]
-        grammar = worker.rooms[room].submit.sampling.grammar
-        worker.fail(room, Code.TOO_LONG, "seen enough")
-        assert (await asking).status_code == 400
+    grammar = await grammar_asked_of_workers(f"/v1/{path}", asked, tool_call_parser=parser)
     assert "said" in grammar
     assert ("weather" in grammar) == may_call

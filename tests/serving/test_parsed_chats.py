@@ -253,16 +253,22 @@ async def test_reasoning_stays_in_the_text_where_a_client_asks_for_it() -> None:
             assert answer.usage.completion_tokens_details is None
 
 
-async def test_a_thought_that_stays_in_the_text_may_precede_its_form() -> None:
-    asked = {"messages": HELLO, "separate_reasoning": False, "regex": "said"}
-    async with live_server(auto_step=False, reasoning_parser="qwen3") as served:
-        asking = asyncio.create_task(served.post("/v1/chat/completions", asked))
-        (room,) = await served.cluster.submitted(1)
-        worker = served.cluster.prefill[0]
+async def grammar_asked_of_workers(path: str, asked: dict[str, Any], **config: Any) -> str:
+    """The grammar with which a request of this body is submitted."""
+    async with live_server(auto_step=False, **config) as live:
+        asking = asyncio.create_task(live.post(path, asked))
+        (room,) = await live.cluster.submitted(1)
+        worker = live.cluster.prefill[0]
         grammar = worker.rooms[room].submit.sampling.grammar
         worker.fail(room, Code.TOO_LONG, "seen enough")
         assert (await asking).status_code == 400
-    assert "thought" in grammar
+    return grammar
+
+
+async def test_a_thought_that_stays_in_the_text_may_precede_its_form() -> None:
+    asked = {"messages": HELLO, "separate_reasoning": False, "regex": "said"}
+    path, parser = "/v1/chat/completions", "qwen3"
+    assert "thought" in await grammar_asked_of_workers(path, asked, reasoning_parser=parser)
 
 
 async def test_reasoning_that_no_one_could_read_or_all_at_once_is_refused() -> None:
