@@ -19,6 +19,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -62,7 +63,33 @@ class Recipe(NamedTuple):
     def compile(self) -> jax.stages.Compiled:
         """Compile it with JAX and its cache alone."""
         lowered = jax.jit(self.function, donate_argnums=self.donate).lower(*self.args)
-        return lowered.compile(compiler_options=dict(self.options))
+        return self.compiled(lowered, lowered.as_text())
+
+    def compiled(self, lowered: jax.stages.Lowered, text: str) -> jax.stages.Compiled:
+        """Compile what lowering gave. text: its `as_text`."""
+        with _in_turn(text):
+            return lowered.compile(compiler_options=dict(self.options))
+
+
+_compiling: Final[set[str]] = set()  # the texts of programs
+_compiled_one: Final = threading.Condition()
+
+
+@contextmanager
+def _in_turn(text: str) -> Iterator[None]:
+    """Keep other threads from compiling the same text.
+
+    JAX writes its files in place: a thread would read what another has half written.
+    """
+    with _compiled_one:
+        _compiled_one.wait_for(lambda: text not in _compiling)
+        _compiling.add(text)
+    try:
+        yield
+    finally:
+        with _compiled_one:
+            _compiling.remove(text)
+            _compiled_one.notify_all()
 
 
 class Busy(Exception):
@@ -181,17 +208,17 @@ class ExecutableCache:
         args = recipe.args
         lowered = _lowered(recipe)
         gives = json.dumps(_shape_of(lowered.out_tree))
-        text = lowered.as_text(), gives, fingerprint(recipe[1:])
-        name = _digest(self._machine, *text)
+        text = lowered.as_text()
+        name = _digest(self._machine, text, gives, fingerprint(recipe[1:]))
         found, was_here = self._load(name, args, devices), True
         if found is None:
             before, was_here = _found_by_jax.count, False
-            found = lowered.compile(compiler_options=dict(recipe.options))
+            found = recipe.compiled(lowered, text)
             if _found_by_jax.count != before and self._writes:
                 # JAX loaded it without the code that saving needs: what we save would load, but
                 # fail when it runs (jaxlib 0.11.2, CPU). Compile again, by a name new to JAX.
                 again = _lowered(recipe._replace(function=_renamed(recipe.function)))
-                found = again.compile(compiler_options=dict(recipe.options))
+                found = recipe.compiled(again, again.as_text())
             if not self._writes or not self._save(name, found, gives):
                 return found, False
         if self._writes:

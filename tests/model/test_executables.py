@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,6 +287,36 @@ def test_programs_are_loaded_side_by_side(tmp_path: Path, held: int) -> None:
         first = result(programs[0])
         for i, program in enumerate(programs):
             np.testing.assert_allclose(result(program), first + i, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_programs_of_one_text_are_compiled_one_after_the_other(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """JAX writes the files of its cache in place: each would read what the other is writing."""
+    monkeypatch.setattr(processors, "available", lambda: 2)
+    both_compile, compile_one = threading.Barrier(2), jax.stages.Lowered.compile
+    met: list[int] = []
+
+    def compile_beside(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
+        with suppress(threading.BrokenBarrierError):
+            met.append(both_compile.wait(1.0))
+        return compile_one(lowered, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside)
+
+    def matrix_beside(unused: int) -> Callable[..., Any]:
+        compute = matrix_of(held)
+
+        def matrix(*args: jax.Array) -> Any:
+            assert unused in (1, 2)
+            return compute(*args)
+
+        return matrix
+
+    programs = [Program(f"beside {i}", matrix_beside(i), ARGS) for i in (1, 2)]
+    compile_all(programs, kept=ExecutableCache(tmp_path) if kept else None)
+    assert not met
 
 
 def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, held: int) -> None:
