@@ -3,7 +3,8 @@
 Signs of life: while rooms are open, the sender pings three times per stall_timeout_s (the shorter
 of the two ends' values), so that each end hears from the other whatever prefill is doing. An end
 that hears nothing, or can move no bytes, for its own stall_timeout_s gives up the connection and
-the rooms on it; the API process sends them elsewhere. Nothing is resent here.
+the rooms on it; the API process sends them elsewhere. A PING is owed its answer even when the last
+room has ended: otherwise the next room would be lost with a dead connection. Nothing is resent.
 """
 
 import contextlib
@@ -193,15 +194,14 @@ class TcpLane(Lane):
 
     def _ask(self, connection: Connection) -> float:
         """Send a PING if one is due. Returns the seconds to wait. Raises PeerLost on silence."""
-        if not self.rooms:
-            self._asked_s = None
+        if not self.rooms and self._asked_s is None:
             return _IDLE_WAIT_S
         now_s = SYSTEM_CLOCK.monotonic_s()
         stall_s = self.sender.stall_timeout_s
         if self._asked_s is not None and now_s - self._asked_s > stall_s - self._beat_s:
             if not connection.wait(0.0):  # if this process was paused, the answer may be here
                 raise PeerLost(f"no sign of life for {stall_s:g} s")
-        elif now_s >= self._ask_next_s:
+        elif self.rooms and now_s >= self._ask_next_s:
             connection.send(Frame(Kind.PING))
             self._ask_next_s = now_s + self._beat_s
             if self._asked_s is None:

@@ -12,6 +12,7 @@ from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.samples import logical_pages
 from tests.transfer.test_tcp import raw_peer
 from transfer import tcp
+from transfer.backend import Frame, Kind
 from transfer.clock import ManualClock
 from transfer.complaint import Complaints
 from transfer.errors import PeerLost
@@ -103,11 +104,9 @@ def test_there_are_no_more_connections_than_threads_are_wanted(
 
 
 def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
-    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
+    ends: TcpEnds, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender may have stood still too, as in a paused machine, with its PING on the way."""
-    clock = ManualClock()
-    monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
     receiver: Any = ends.receiver
     monkeypatch.setattr(receiver, "busy", lambda _: True)
     with socket.socket() as unused:
@@ -140,12 +139,54 @@ def test_connections_that_ended_are_not_counted_against_the_most(ends: TcpEnds) 
     ends.until(lambda: not receiver._connections)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    made = ManualClock()
+    monkeypatch.setattr(tcp, "SYSTEM_CLOCK", made)
+    return made
+
+
+def test_a_sign_of_life_that_was_asked_for_is_owed_even_if_the_room_ends_meanwhile(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next room would be the one to find the connection dead, and be lost."""
+    asked: list[Any] = []
+    is_answered = False
+    connection: Any = SimpleNamespace(
+        wait=lambda _: is_answered,
+        send=asked.append,
+        receive_small=lambda: (Frame(Kind.PONG), b""),
+    )
+    sender: Any = SimpleNamespace(stall_timeout_s=3.0)
+    lane = TcpLane(sender, "tcp://127.0.0.1:1")
+    monkeypatch.setattr(lane, "_send_next", lambda _: None)
+
+    def room_that_ends() -> None:
+        lane.rooms[1] = 1
+        lane._turn(connection)
+        del lane.rooms[1]
+
+    room_that_ends()
+    is_answered = True
+    lane._turn(connection)
+    is_answered = False
+    clock.advance(10.0)
+    lane._turn(connection)  # nothing is owed, and none is asked for without a room
+    assert len(asked) == 1
+    room_that_ends()
+    for _ in range(2):
+        clock.advance(1.0)
+        lane._turn(connection)
+    clock.advance(1.0)
+    with pytest.raises(PeerLost):
+        lane._turn(connection)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("sent_s", [0.0, 5.0])
 def test_a_silent_receiver_is_lost_within_its_time_and_the_time_it_took_bytes_is_no_silence(
-    monkeypatch: pytest.MonkeyPatch, sent_s: float
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch, sent_s: float
 ) -> None:
-    clock = ManualClock()
-    monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
     asked: list[Any] = []
     connection: Any = SimpleNamespace(wait=lambda _: False, send=asked.append)
     sender: Any = SimpleNamespace(stall_timeout_s=3.0)
