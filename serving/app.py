@@ -20,6 +20,7 @@ from serving.config import ServeConfig
 from serving.cors import Cors
 from serving.dispatch import Dispatcher
 from serving.endpoints import (
+    MESSAGES_PATHS,
     RAW_SEND,
     ChatEndpoint,
     CompletionEndpoint,
@@ -39,8 +40,6 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 
 # Served without a key: probes and scrapers have none.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-# Anthropic's API, whose errors have another shape.
-_MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 def create_front(
@@ -171,7 +170,7 @@ class _ApiKey:
 
 
 def _response(error: ApiError, scope: Scope) -> Response:
-    return error.response(error_headers(scope), for_messages=scope["path"] in _MESSAGES_PATHS)
+    return error.response(error_headers(scope), for_messages=scope["path"] in MESSAGES_PATHS)
 
 
 def _answer_api_error(request: HttpRequest, error: Exception) -> Response:

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 from serving.endpoints import error_headers
 from serving.errors import ApiError
 
-_EXPOSED: Final = ("X-Request-Id", "Retry-After")  # beside those that every page may read
+# Beside those that every page may read.
+_EXPOSED: Final = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class Cors(CORSMiddleware):

@@ -39,6 +39,8 @@ from serving.stream import Events, StreamedAnswer
 # Keys in a scope: of the server's own `send`, and of the request's id once it is known.
 RAW_SEND = "kvferry.send"
 REQUEST_ID = "kvferry.request_id"
+# Anthropic's API, where errors have another shape and the request's id another header.
+MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 class Spelling(Events, Protocol):
@@ -227,7 +229,7 @@ class Generate:
             else:
                 spelled = spelling.whole(choices)
             response = Response(spelled, media_type="application/json")
-            response.raw_headers += _id_header(request.request_id)
+            response.raw_headers += _id_headers(request.request_id, scope)
             await response(scope, receive, send)
 
     async def _finished(
@@ -250,7 +252,7 @@ class Generate:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # otherwise a proxy would hold tokens back
-            *_id_header(request_id),
+            *_id_headers(request_id, scope),
         ]
         return EventStream(
             send,
@@ -289,7 +291,7 @@ def error_headers(scope: Scope) -> dict[str, str]:
             request_id = request_id_of(_header(scope, b"x-request-id"), "", None)
         except ApiError:  # too long
             request_id = request_id_of(None, "", None)
-    return {name.decode(): value.decode() for name, value in _id_header(request_id)}
+    return {name.decode(): value.decode() for name, value in _id_headers(request_id, scope)}
 
 
 def _header(scope: Scope, name: bytes) -> str | None:
@@ -297,8 +299,11 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
-    """The header with the id; an id from a body may be any text, so it is escaped if need be."""
+def _id_headers(request_id: str, scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The headers with the id; an id from a body may be any text, so it is escaped if need be."""
     if not (request_id.isascii() and request_id.isprintable()):
         request_id = quote(request_id, safe="", errors="replace")
-    return [(b"x-request-id", request_id.encode())]
+    names = [b"x-request-id"]
+    if scope.get("path") in MESSAGES_PATHS:
+        names.append(b"request-id")
+    return [(name, request_id.encode()) for name in names]

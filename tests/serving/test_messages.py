@@ -138,6 +138,8 @@ async def test_the_official_client_puts_a_stream_together() -> None:
             assert shape_of(content) == THOUGHT_SAID_AND_CALLED
             assert message.stop_reason == "tool_use"
             assert message.content[0].signature
+        assert whole._request_id is not None
+        assert stream.response.headers["request-id"] not in ("", whole._request_id)
         assert final.usage.output_tokens == whole.usage.output_tokens
 
 
@@ -381,7 +383,7 @@ async def test_every_error_has_the_shape_of_this_api() -> None:
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(**ASK | {"model": "other"})
         assert caught.value.type == "not_found_error"
-        assert caught.value.response.headers["x-request-id"]
+        assert caught.value.request_id == caught.value.response.headers["x-request-id"] != ""
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             long = await live.http.post(path, content=b" " * 5000)
             wrong = await live.http.post(path, content=b"[]")
