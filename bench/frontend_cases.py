@@ -13,6 +13,7 @@ INTERVALS = (1, 8)
 _LEAST_SPACING_S = 1e-3  # between requests of paced cells, so that a server can take them in
 _CHAT = Dialect()
 _RESPONSES = Dialect("/v1/responses", opening=4)
+_MESSAGES = Dialect("/v1/messages", opening=2)
 _CONVERSATION = [{"role": "user", "content": "Tell me of the harbour."}]
 _PAYLOAD = {
     "stream": True,
@@ -55,10 +56,10 @@ class Design:
 
     def payload(self, cell: Cell) -> dict[str, Any]:
         """The JSON body of a request of the cell."""
-        if self.dialect.is_chat:
-            asked = {"messages": _CONVERSATION, "max_tokens": cell.output_tokens}
-        else:
+        if self.dialect == _RESPONSES:
             asked = {"input": _CONVERSATION, "max_output_tokens": cell.output_tokens}
+        else:
+            asked = {"messages": _CONVERSATION, "max_tokens": cell.output_tokens}
         payload = _PAYLOAD | asked
         if self.is_peer or not self.interval:
             return payload
@@ -83,6 +84,7 @@ _KNOWN = (
     ALL,
     AUTO,
     Design("responses", _PRODUCT, dialect=_RESPONSES),
+    Design("messages", _PRODUCT, dialect=_MESSAGES),
     *PEERS,
     Design("floor", _FLOOR),
     NATIVE_FLOOR,

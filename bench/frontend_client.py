@@ -108,7 +108,7 @@ class Heard:
         token_s: list[float] = []
         said: list[str] = []
         piece_ends: list[int] = []
-        read = _read_chat if dialect.is_chat else _read_response
+        read = _READERS.get(dialect.path, _read_chat)
         name = dialect.id_prefix + request_id(stream)
         finish = last = None
         for match in _EVENT.finditer(raw):
@@ -154,6 +154,22 @@ def _read_response(event: bytes, name: str) -> tuple[str, str]:
     if value["response"]["id"] != name:
         raise ValueError("the id of another request")
     return "", "length" if value["type"] == "response.incomplete" else ""
+
+
+def _read_message(event: bytes, name: str) -> tuple[str, str]:
+    """The same for an event of Messages; only the first one has the id."""
+    value = orjson.loads(event)
+    kind = value["type"]
+    if kind == "message_start" and value["message"]["id"] != name:
+        raise ValueError("the id of another request")
+    if kind == "message_delta":
+        return "", "length" if value["delta"]["stop_reason"] == "max_tokens" else "another"
+    if kind == "error":
+        raise ValueError("an error")
+    return value["delta"]["text"] if kind == "content_block_delta" else "", ""
+
+
+_READERS = {"/v1/responses": _read_response, "/v1/messages": _read_message}
 
 
 class LoadClient:

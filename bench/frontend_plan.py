@@ -69,7 +69,7 @@ class Dialect:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is OpenAI's chat completions; otherwise it is Responses."""
+        """Whether it is OpenAI's chat completions, whose streams end with [DONE]."""
         return self.path.endswith("/chat/completions")
 
     def to_json(self) -> dict[str, Any]:

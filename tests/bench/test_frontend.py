@@ -149,6 +149,57 @@ def test_a_response_that_is_not_whole_fails(pieces):
         Heard.of(3, reads, NUM_TOKENS, TEXTS, RESPONSES)
 
 
+MESSAGES = Dialect("/v1/messages", opening=2)
+
+
+def message(stream: int = 3, reason: str = "max_tokens", end: str = "message_stop") -> list[bytes]:
+    """A stream of /v1/messages: the opening events, one with each token, and the ending ones."""
+
+    def event(kind: str, **data: object) -> bytes:
+        told = orjson.dumps({"type": kind, **data})
+        return b"event: " + kind.encode() + b"\ndata: " + told + b"\n\n"
+
+    opening = event("message_start", message={"id": f"s-{stream:06d}"})
+    opening += event("content_block_start", index=0)
+    said = [
+        event("content_block_delta", delta={"text": text_of(stream, k, k + 1, TEXTS)})
+        for k in range(NUM_TOKENS)
+    ]
+    ending = event("content_block_stop") + event("message_delta", delta={"stop_reason": reason})
+    return [b"HTTP/1.1 200 OK\r\n\r\n" + opening, *said, ending + event(end) + b"\r\n0\r\n\r\n"]
+
+
+def test_a_message_is_read_as_a_chat_is():
+    reads = Reads.after(MESSAGES.opening)
+    counted = []
+    for time_s, data in enumerate(message()):
+        reads.add(float(time_s), data)
+        counted.append(reads.events)
+    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))
+    found = Heard.of(3, reads, NUM_TOKENS, TEXTS, MESSAGES)
+    assert found.token_s.tolist() == [float(k + 1) for k in range(NUM_TOKENS)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        message()[:5] + message()[6:],
+        message(reason="end_turn"),
+        message()[:-1],
+        [message(stream=2)[0], *message()[1:]],
+        [message()[0] + b"data: no json\n\n", *message()[1:]],
+        message(end="error"),
+    ],
+    ids=["lost", "ended early", "no end", "of another request", "no event", "failed"],
+)
+def test_a_message_that_is_not_whole_fails(pieces):
+    reads = Reads.after(MESSAGES.opening)
+    for data in pieces:
+        reads.add(0.0, data)
+    with pytest.raises(BadStream, match="stream 3"):
+        Heard.of(3, reads, NUM_TOKENS, TEXTS, MESSAGES)
+
+
 def test_tokens_of_one_piece_share_its_stamp():
     assert heard(spelt(interval=8)).token_s.tolist() == [0.0] + [8.0] * 8 + [11.0] * 3
 

@@ -262,7 +262,7 @@ def test_the_native_floor_without_a_compiler_says_what_it_takes(monkeypatch, tmp
 @pytest.mark.timeout(600)
 def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_path):
     floors = ("floor", "native floor") if shutil.which("rustc") else ("floor",)
-    designs = (*DESIGNS, "all", "auto", "responses", *floors)
+    designs = (*DESIGNS, "all", "auto", "responses", "messages", *floors)
     words = [word for name in designs for word in ("--design", name)]
     words += ["--streams", str(NUM_STREAMS), "--osl", str(NUM_TOKENS), "--rounds", "2"]
     words += ["--interval", "1", "--interval", "5", "--tokens", str(2 * NUM_STREAMS * NUM_TOKENS)]
