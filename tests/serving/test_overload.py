@@ -39,6 +39,16 @@ async def known(http: httpx.AsyncClient, running: int, queued: int) -> None:
                 return
 
 
+async def taken(http: httpx.AsyncClient, clients: Sequence[Client]) -> None:
+    """Wait until each was answered, or is one of the generations that the server counts."""
+    async with asyncio.timeout(60):
+        while True:
+            info = await info_of(http)
+            answered = sum(client.is_answered for client in clients)
+            if answered + info["running"] + info["queued"] == len(clients):
+                return
+
+
 def check_refused(client: Client, message: str) -> None:
     """Check for a 429 as OpenAI's clients read it, with a time to come back."""
     assert client.status == 429, client.data
@@ -122,11 +132,17 @@ async def test_at_thrice_the_load_nobody_who_is_served_waited_longer_than_the_ti
             workers.step()
             return sum(client.is_answered for client in clients) >= goal
 
-        # Each round, three times as many requests come as are answered meanwhile.
+        def step_to_tokens(goal: int) -> bool:
+            """Take one step; whether so many have it and were not refused."""
+            workers.step()
+            return sum(client.is_answered and client.status == 200 for client in clients) >= goal
+
+        # Each round, three times as many requests come as are served meanwhile.
         for number in range(NUM_ROUNDS):
             first = 3 * NUM_SERVED * number
             clients += await ask(server, range(first, first + 3 * NUM_SERVED))
-            await until(partial(step, NUM_SERVED * (number + 1)))
+            await taken(http, clients)
+            await until(partial(step_to_tokens, NUM_SERVED * (number + 1)))
         await until(partial(step, len(clients)))
         # The workers stop: requests that wait now are refused when their time is over.
         workers.held_back = True
