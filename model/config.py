@@ -20,6 +20,7 @@ ARCHITECTURES: Final = (
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
     "OlmoeForCausalLM",
+    "Dots1ForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",

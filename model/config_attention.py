@@ -8,9 +8,10 @@ from model.fields import Fields
 
 LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 _WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
-_WINDOW_BEHIND_SWITCH: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# By the architecture, from which layer on there is a window, where a checkpoint does not say.
+_WINDOW_FROM: Final = {"Qwen2ForCausalLM": 28, "Qwen3ForCausalLM": 28, "Dots1ForCausalLM": 62}
 _USUAL_WINDOW: Final = 4096  # of those below, which have no window only where the file says null
-_WINDOW_UNSAID: Final = ("MistralForCausalLM", *_WINDOW_BEHIND_SWITCH)
+_WINDOW_UNSAID: Final = ("MistralForCausalLM", *_WINDOW_FROM)
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 # Here attention_bias means queries, keys and values only.
@@ -28,12 +29,13 @@ _KV_HEADS: Final = {
     "MixtralForCausalLM": 8,
     "Qwen2MoeForCausalLM": 16,
     "Qwen3MoeForCausalLM": 4,
+    "Dots1ForCausalLM": 32,
     "MiniMaxM2ForCausalLM": 8,
     "Glm4MoeForCausalLM": 8,
     "GptOssForCausalLM": 8,
 }
 _HEAD_DIM: Final = {"Qwen3ForCausalLM": 128, "MiniMaxM2ForCausalLM": 128, "GptOssForCausalLM": 64}
-_NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Dots1ForCausalLM")
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
 # The only values served for MiniMax-M2: other members of its family differ in these fields.
 _MINIMAX_ONLY: Final = {
@@ -152,10 +154,10 @@ def _latent_heads(fields: Fields) -> dict[str, Any]:
 def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
     """Which layers see only the last positions.
 
-    In GPT-OSS every other layer has a window, in Mistral and Mixtral every layer, and in Qwen's
-    dense models, behind a switch, the layers from max_window_layers on. layer_types may say
-    otherwise, except for Mixtral, where transformers never reads it: there it has to agree, unless
-    there is no window shorter than the context.
+    In GPT-OSS every other layer has a window, in Mistral and Mixtral every layer, in dots.llm1 the
+    layers from max_window_layers on, and so in Qwen's dense models, behind a switch. layer_types
+    may say otherwise, except for Mixtral, where transformers never reads it: there it has to agree,
+    unless there is no window shorter than the context.
     """
     num_layers = fields.integer("num_hidden_layers")
     unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID
@@ -167,10 +169,10 @@ def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
         usual = [_FULL if i % 2 else _SLIDING for i in range(num_layers)]
     elif architecture in _WINDOW_EVERYWHERE:
         usual = [_SLIDING if window else _FULL] * num_layers
-    elif fields.flag("use_sliding_window", False):
-        if architecture not in _WINDOW_BEHIND_SWITCH:
+    elif architecture == "Dots1ForCausalLM" or fields.flag("use_sliding_window", False):
+        if architecture not in _WINDOW_FROM:
             raise fields.fail("use_sliding_window", True, f"false in {architecture}")
-        first = fields.integer("max_window_layers", 28, low=0)
+        first = fields.integer("max_window_layers", _WINDOW_FROM[architecture], low=0)
         usual = [_SLIDING if window and i >= first else _FULL for i in range(num_layers)]
     else:
         window = None

@@ -5,8 +5,11 @@ from typing import Any, Final
 
 from model.fields import REQUIRED, Fields
 
-# Their scores are sigmoids, corrected when choosing experts; weights are normalised by default.
-_THIRD: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+# Of these, transformers takes the numbers of V3 itself for what a config leaves out, and those of
+# no other model: a config has to give them. Weights are normalised by default.
+_AS_V3_ITSELF: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+# Their scores are sigmoids, corrected when choosing experts.
+_THIRD: Final = (*_AS_V3_ITSELF, "Dots1ForCausalLM")
 _DEEPSEEK: Final = ("DeepseekV2ForCausalLM", *_THIRD)
 _QWEN: Final = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 # In these every layer has experts, and intermediate_size is their width.
@@ -154,7 +157,7 @@ def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
     listed = None
     if architecture == "Glm4MoeLiteForCausalLM":
         listed = fields.raw("mlp_layer_types", None)
-    least = REQUIRED if architecture in _THIRD and listed is None else None
+    least = REQUIRED if architecture in _AS_V3_ITSELF and listed is None else None
     num_dense = fields.integer("first_k_dense_replace", least, low=0)
     if listed is None:
         return tuple(i >= (num_dense or 0) for i in range(num_layers))
@@ -170,13 +173,14 @@ def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
 
 
 def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: int) -> RouterConfig:
-    third = architecture in _THIRD
+    third, itself = architecture in _THIRD, architecture in _AS_V3_ITSELF
     scoring, methods = ("sigmoid", ("noaux_tc",)) if third else ("softmax", _V2_METHODS)
-    fields.one_of("scoring_func", fields.raw("scoring_func", scoring), (scoring,))
+    # dots.llm1 gives its way to choose experts here.
+    scorings = (scoring, *methods) if architecture == "Dots1ForCausalLM" else (scoring,)
+    fields.one_of("scoring_func", fields.raw("scoring_func", scoring), scorings)
     method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
-    # transformers' defaults for what V3's config leaves out are V3's own, and no other model's.
-    one = REQUIRED if third else 1
-    normalise = fields.flag("norm_topk_prob", third)
+    one = REQUIRED if itself else 1
+    normalise = fields.flag("norm_topk_prob", itself)
     scale = float(fields.number("routed_scaling_factor", one))
     if normalise and scale != 1.0 and not third:
         # DeepSeek's own code scales or normalises there, others do both.

@@ -291,6 +291,7 @@ def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
         ("qwen3_moe", 4, 20),
         ("glm4_moe", 8, 20),
         ("minimax_m2", 8, 128),
+        ("dots1", 32, 20),
         ("gpt_oss", 8, 64),
     ],
 )

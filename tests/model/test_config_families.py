@@ -1,7 +1,8 @@
-"""Configurations of GLM, Kimi, MiniMax, OLMoE, Qwen2-MoE: what is read, and what is refused."""
+"""Configurations of younger mixtures of experts: what is read, and what is refused."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from model.errors import ModelError
 from model.rope import rope_frequencies
 from tests.model.checkpoints import golden_config, read_config, refusal, write_config
 
-GLM, FLASH, QWEN, OLMOE, MINIMAX = map(
-    golden_config, ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "olmoe", "minimax_m2")
-)
+NAMES = "glm4_moe", "glm4_moe_lite", "qwen2_moe", "olmoe", "minimax_m2", "dots1"
+GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS = map(golden_config, NAMES)
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
+DOTS_V5 = golden_config("dots1", "config.v5.json")
 # As Kimi K2 Instruct is published: DeepSeek V3's network with one group of experts.
 KIMI: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -87,6 +88,10 @@ KIMI: dict[str, Any] = {
     "vocab_size": 163840,
 }
 CORRECTED = RouterConfig(sigmoid=True, normalise=True, correction=True)
+
+
+def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
 
 
 def _rope(base: dict[str, Any], **change: Any) -> dict[str, Any]:
@@ -209,6 +214,39 @@ def test_minimax_turns_a_part_that_is_a_number_of_entries(tmp_path: Path) -> Non
     assert read_config(tmp_path, both) == cfg
 
 
+def test_dots_norms_each_head_and_routes_as_deepseek_v3(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, DOTS)
+    assert (cfg.num_kv_heads, cfg.head_dim, cfg.rope.theta) == (4, 16, 1e7)
+    assert (cfg.qk_norm, cfg.qkv_bias, cfg.o_bias, cfg.window_layers) == (True, False, False, ())
+    assert cfg.router == replace(CORRECTED, scale=2.5, best_two=True)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((False, True, True), 64)
+    assert read_config(tmp_path, DOTS | {"scoring_func": "sigmoid"}) == cfg
+    biased = read_config(tmp_path, DOTS | {"attention_bias": True})
+    assert (biased.qkv_bias, biased.o_bias) == (True, True)
+
+
+def test_dots_takes_plain_numbers_where_a_checkpoint_gives_none(tmp_path: Path) -> None:
+    numbers = "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "scoring_func"
+    cfg = read_config(tmp_path, _without(DOTS, "first_k_dense_replace", "rope_theta", *numbers))
+    assert cfg.router == replace(CORRECTED, normalise=False, best_two=True)
+    assert (cfg.moe_layers, cfg.rope.theta) == ((True,) * 3, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "size", "layers"),
+    [
+        ({"sliding_window": 64, "max_window_layers": 1}, 64, (False, True, True)),
+        ({"sliding_window": 64}, 0, ()),  # there is a window from layer 62 on
+        ({"max_window_layers": 2, "max_position_embeddings": 8192}, 4096, (False, False, True)),
+    ],
+)
+def test_dots_has_a_window_from_a_layer_on_unless_it_says_null(
+    said: dict[str, Any], size: int, layers: tuple[bool, ...], tmp_path: Path
+) -> None:
+    cfg = read_config(tmp_path, _without(DOTS, "sliding_window") | said)
+    assert (cfg.sliding_window, cfg.window_layers) == (size, layers)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -250,6 +288,10 @@ def test_minimax_turns_a_part_that_is_a_number_of_entries(tmp_path: Path) -> Non
         (QWEN | {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; accepted: \"softmax\""),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv is 8.0; accepted: null"),
         (OLMOE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; accepted: 1.0"),
+        (DOTS | {"scoring_func": "softmax"}, "scoring_func is 'softmax'; accepted: sigmoid, noaux"),
+        (DOTS | {"topk_method": "greedy"}, "topk_method is 'greedy'; accepted: noaux_tc"),
+        (DOTS | {"moe_layer_freq": 2}, "moe_layer_freq is 2; accepted: 1"),
+        (DOTS_V5 | {"layer_types": ["sliding_attention"] * 3}, "accepted: full_attention for each"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; accepted: \"per_l"),
         (MINIMAX | {"attn_type_list": [1, 0, 1]}, "attn_type_list is [1, 0, 1]; accepted: 1, whi"),
@@ -279,7 +321,7 @@ def test_what_is_not_computed_is_refused_in_one_line(
 ODD: tuple[Any, ...] = ([[1]], {"a": 1}, True, "12", -1.5, 1e150, [True], 0.5)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "qwen2_moe", "olmoe", "minimax_m2"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("file", ["model/config.json", "config.v5.json"])
 def test_a_value_of_an_odd_type_is_read_or_refused_in_one_line(
     name: str, file: str, tmp_path: Path

@@ -29,6 +29,7 @@ ROUTED = (
     "qwen2_moe",
     "olmoe",
     "minimax_m2",
+    "dots1",
 )
 # Networks with layers alike share the meshes: each has some that the other has not.
 CASES = [("llama", 2, 1, 1), ("llama", 4, 1, 1), ("qwen3", 1, 1, 1), ("qwen3", 2, 1, 1)]
@@ -65,6 +66,7 @@ AS_ON_CUDA = {
     ("glm4_moe_lite", 4, 2, 1),
     ("qwen2_moe", 4, 2, 1),
     ("minimax_m2", 4, 2, 1),
+    ("dots1", 4, 2, 1),
 }
 # With these, one call of the interpreted kernels takes longer than optimizing them.
 OPTIMIZED = {("qwen3", 2, 1, 1), ("qwen3_moe", 2, 2, 1), ("gpt_oss", 4, 2, 1)}
