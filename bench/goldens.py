@@ -36,6 +36,8 @@ BFLOAT16_MEDIANS = {
     "deepseek_v2": 0.041,
     "deepseek_v3": 0.061,
     "dots1": 0.024,
+    "ernie4_5": 0.015,
+    "ernie4_5_moe": 0.014,
     "glm4_moe": 0.026,
     "gpt_oss": 0.093,
     "llama": 0.036,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from model.config_attention import LATENT, LatentConfig, read_attention
+from model.config_attention import ERNIE, LATENT, LatentConfig, read_attention
 from model.config_experts import RouterConfig, read_experts
 from model.config_quantised import read_quantization
 from model.errors import ModelError
@@ -21,6 +21,8 @@ ARCHITECTURES: Final = (
     "Qwen3MoeForCausalLM",
     "OlmoeForCausalLM",
     "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
@@ -37,6 +39,8 @@ _THETA: Final = {
     "MixtralForCausalLM": 1e6,
     "GptOssForCausalLM": 150000.0,
     "MiniMaxM2ForCausalLM": 5e6,
+    "Ernie4_5ForCausalLM": 500000.0,
+    "Ernie4_5_MoeForCausalLM": 500000.0,
 }
 # Architectures that may rotate only a part of each head; the part where a checkpoint gives none.
 _PARTLY_TURNED: Final = {"Glm4MoeForCausalLM": 0.5, "MiniMaxM2ForCausalLM": 1.0}
@@ -68,6 +72,9 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "no_rope_layers": None,
     "compression_config": None,
     "clip_qkv": None,
+    "use_bias": False,
+    "use_rmsnorm": True,
+    "compression_ratio": 1.0,
 }
 
 
@@ -128,6 +135,7 @@ class ModelConfig:
     torch_dtype: str = "bfloat16"
     qkv_bias: bool = False
     o_bias: bool = False
+    neighbours_turned: bool = False  # in the checkpoint; here pairs are rotated half a head apart
     qk_norm: bool = False  # of each head
     qk_norm_of_all: bool = False  # of all heads of a row together
     num_experts: int = 0
@@ -240,7 +248,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields, architecture, attention["head_dim"]),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", architecture in ERNIE),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
         eos_token_ids=tuple(dict.fromkeys(eos)),

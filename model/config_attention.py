@@ -7,6 +7,7 @@ from typing import Any, Final
 from model.fields import Fields
 
 LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+ERNIE: Final = ("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM")
 _WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
 # By the architecture, from which layer on there is a window, where a checkpoint does not say.
 _WINDOW_FROM: Final = {"Qwen2ForCausalLM": 28, "Qwen3ForCausalLM": 28, "Dots1ForCausalLM": 62}
@@ -30,11 +31,18 @@ _KV_HEADS: Final = {
     "Qwen2MoeForCausalLM": 16,
     "Qwen3MoeForCausalLM": 4,
     "Dots1ForCausalLM": 32,
+    "Ernie4_5ForCausalLM": 2,
+    "Ernie4_5_MoeForCausalLM": 4,
     "MiniMaxM2ForCausalLM": 8,
     "Glm4MoeForCausalLM": 8,
     "GptOssForCausalLM": 8,
 }
-_HEAD_DIM: Final = {"Qwen3ForCausalLM": 128, "MiniMaxM2ForCausalLM": 128, "GptOssForCausalLM": 64}
+_HEAD_DIM: Final = {
+    "Qwen3ForCausalLM": 128,
+    "Ernie4_5ForCausalLM": 128,
+    "MiniMaxM2ForCausalLM": 128,
+    "GptOssForCausalLM": 64,
+}
 _NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Dots1ForCausalLM")
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
 # The only values served for MiniMax-M2: other members of its family differ in these fields.
@@ -91,6 +99,7 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "qkv_bias": qkv_bias,
         "o_bias": qkv_bias and architecture not in _O_UNBIASED,
+        "neighbours_turned": architecture in ERNIE,
         "qk_norm": architecture in _NORM_OF_HEADS or (glm and fields.flag("use_qk_norm", False)),
         "qk_norm_of_all": architecture in _NORM_OF_ALL,
         "sinks": architecture == "GptOssForCausalLM",
@@ -105,7 +114,7 @@ def _integer(fields: Fields, name: str, unsaid: int | None, null: int | None) ->
 def _qkv_bias(fields: Fields, architecture: str) -> bool:
     if architecture == "Qwen2ForCausalLM":
         return True
-    if architecture == "MiniMaxM2ForCausalLM":
+    if architecture in ("MiniMaxM2ForCausalLM", *ERNIE):
         return False
     if architecture == "Qwen2MoeForCausalLM":
         return bool(fields.flag("qkv_bias", True))

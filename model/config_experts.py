@@ -50,6 +50,8 @@ def read_experts(fields: Fields, architecture: str) -> dict[str, Any]:
     _refuse_other_routing(fields, architecture)
     if architecture in _QWEN:
         return _qwen_experts(fields, architecture)
+    if architecture == "Ernie4_5_MoeForCausalLM":
+        return _ernie_experts(fields)
     if architecture in _EVERYWHERE:
         return _experts_everywhere(fields, architecture)
     return {"moe_layers": (False,) * fields.integer("num_hidden_layers")}
@@ -111,10 +113,30 @@ def _qwen_experts(fields: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
-def _chosen(fields: Fields, experts: int) -> int:
-    chosen: int = fields.integer("num_experts_per_tok")
+def _ernie_experts(fields: Fields) -> dict[str, Any]:
+    num_layers, experts = fields.integer("num_hidden_layers"), fields.integer("moe_num_experts")
+    chosen, width = _chosen(fields, experts, "moe_k"), fields.integer("moe_intermediate_size")
+    # Other names of the same, and what is not computed in any other way.
+    same = {"num_experts": experts, "num_experts_per_tok": chosen}
+    fields.only(same | {"moe_gate_act": "softmax", "moe_norm_min": 1e-12})
+    first = fields.integer("moe_layer_start_index", 1, low=0)
+    last = fields.integer("moe_layer_end_index", -1, low=-1)
+    last = num_layers - 1 if last == -1 else last
+    step = fields.integer("moe_layer_interval", 1)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": fields.integer("moe_num_shared_experts", 2, low=0) * width,
+        "router": RouterConfig(normalise=True, correction=True),
+        "moe_layers": tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers)),
+    }
+
+
+def _chosen(fields: Fields, experts: int, name: str = "num_experts_per_tok") -> int:
+    chosen: int = fields.integer(name)
     if chosen > experts:
-        raise fields.fail("num_experts_per_tok", chosen, f"at most {experts} experts")
+        raise fields.fail(name, chosen, f"at most {experts} experts")
     return chosen
 
 

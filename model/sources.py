@@ -58,6 +58,20 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class OnlyRow:
+    """A vector from a tensor that has it as its only row."""
+
+    name: str
+    size: int
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (1, self.size)
+
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
+        out[...] = files.read(self.name, (slice(0, 1), *index))[0]
+
+
+@dataclass(frozen=True)
 class Turned:
     """A parameter [in, out] from a tensor [out, in]; either axis may be padded.
 
@@ -141,11 +155,13 @@ class QKV:
     """[hidden, kv_heads, group + 2, head_dim], or a vector without the first axis.
 
     names: of queries, keys and values; of queries and keys alone it is [..., group + 1, head_dim].
+    order: the row of a query's or key's head for each entry, where the orders differ.
     """
 
     names: tuple[str, ...]
     heads: Heads
     hidden: int | None
+    order: tuple[int, ...] = ()
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, size in zip(self.names, self.heads.sizes, strict=False):
@@ -162,7 +178,10 @@ class QKV:
                 if not _length(rows):
                     continue
                 values = files.read(name, (rows, *first_axis))
-                for place, head in enumerate(values.reshape(-1, head_dim, *values.shape[1:]), at):
+                values = values.reshape(-1, head_dim, *values.shape[1:])
+                if self.order and at <= group:
+                    values = values[:, list(self.order)]
+                for place, head in enumerate(values, at):
                     if self.hidden is None:
                         out[i, place] = head
                     else:

@@ -18,6 +18,7 @@ from model.sources import (
     Interleaved,
     OfHeads,
     OnFirst,
+    OnlyRow,
     OutOfLatent,
     Output,
     Plain,
@@ -33,6 +34,8 @@ _EMBED: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _NAMED_AS_MIXTRAL: Final = ("MixtralForCausalLM", "MiniMaxM2ForCausalLM")
 _NAMES: Final = ("gate_proj", "up_proj", "down_proj")
+# What predicts tokens further ahead, which is no part of the network here.
+_UNREAD: Final = {"Ernie4_5_MoeForCausalLM": ("model.mtp_",)}
 
 
 def param_sources(dims: Dims) -> Params:
@@ -121,7 +124,12 @@ def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     def output(group: int) -> Source:
         return _output(f"{at}.self_attn.o_proj.weight", heads, hidden, group)
 
-    found = _with_scales(dims, "qkv", lambda group: QKV(qkv("weight"), heads, hidden // group))
+    order = _halves_last(0, cfg.head_dim) if cfg.neighbours_turned else ()
+
+    def first(group: int) -> Source:
+        return QKV(qkv("weight"), heads, hidden // group, order)
+
+    found = _with_scales(dims, "qkv", first)
     found |= _with_scales(dims, "o", output)
     if cfg.qkv_bias:
         found["qkv_bias"] = QKV(qkv("bias"), heads, None)
@@ -201,7 +209,10 @@ def _expert_sources(dims: Dims, at: str) -> dict[str, Source]:
 
     found = _expert_products(dims, stacks)
     found["router"] = Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts)
-    if cfg.router.correction:
+    if cfg.architecture == "Ernie4_5_MoeForCausalLM":
+        bias = f"{block}.moe_statics.e_score_correction_bias"
+        found["router_correction"] = OnlyRow(bias, cfg.num_experts)
+    elif cfg.router.correction:
         holder = block if mixtral else f"{block}.gate"
         bias = f"{holder}.e_score_correction_bias"
         found["router_correction"] = Plain(bias, (cfg.num_experts,))
@@ -259,7 +270,7 @@ def checked_sources(files: Checkpoint, dims: Dims) -> Params:
     cfg, tree = dims.cfg, param_sources(dims)
     wanted = dict(pair for source in _leaves(tree) for pair in source.expected())
     extra = range(cfg.num_layers, cfg.num_layers + cfg.num_extra_layers)
-    unread = tuple(f"model.layers.{layer}." for layer in extra)
+    unread = (*(f"model.layers.{layer}." for layer in extra), *_UNREAD.get(cfg.architecture, ()))
     for name, shape in wanted.items():
         files.check(name, shape)
     for name in files.names:

@@ -292,6 +292,8 @@ def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
         ("glm4_moe", 8, 20),
         ("minimax_m2", 8, 128),
         ("dots1", 32, 20),
+        ("ernie4_5_moe", 4, 20),
+        ("ernie4_5", 2, 128),
         ("gpt_oss", 8, 64),
     ],
 )

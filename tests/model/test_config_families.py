@@ -15,8 +15,17 @@ from model.errors import ModelError
 from model.rope import rope_frequencies
 from tests.model.checkpoints import golden_config, read_config, refusal, write_config
 
-NAMES = "glm4_moe", "glm4_moe_lite", "qwen2_moe", "olmoe", "minimax_m2", "dots1"
-GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS = map(golden_config, NAMES)
+NAMES = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen2_moe",
+    "olmoe",
+    "minimax_m2",
+    "dots1",
+    "ernie4_5_moe",
+    "ernie4_5",
+)
+GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS, ERNIE, ERNIE_DENSE = map(golden_config, NAMES)
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
@@ -247,6 +256,40 @@ def test_dots_has_a_window_from_a_layer_on_unless_it_says_null(
     assert (cfg.sliding_window, cfg.window_layers) == (size, layers)
 
 
+def test_ernie_turns_neighbours_and_corrects_a_softmax_when_choosing(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, ERNIE)
+    assert (cfg.head_dim, cfg.rope.theta, cfg.tie_word_embeddings) == (16, 500000.0, True)
+    assert (cfg.neighbours_turned, cfg.qkv_bias, cfg.qk_norm) == (True, False, False)
+    assert cfg.router == RouterConfig(normalise=True, correction=True)
+    assert (cfg.num_experts, cfg.num_experts_per_tok, cfg.moe_intermediate_size) == (16, 4, 32)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((False, True, True), 64)
+    assert cfg.num_extra_layers == 0  # what predicts further tokens is no layer
+    names = "moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index", "rope_theta"
+    unsaid = _without(ERNIE, *names, "moe_layer_interval", "tie_word_embeddings", "use_bias")
+    assert read_config(tmp_path, unsaid) == cfg
+    assert not read_config(tmp_path, ERNIE | {"tie_word_embeddings": False}).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "step", "layers"),
+    [(0, -1, 1, "111111"), (2, 4, 1, "001110"), (0, 5, 2, "010101"), (3, -1, 3, "000001")],
+)
+def test_ernie_has_experts_in_some_layers_between_two(
+    first: int, last: int, step: int, layers: str, tmp_path: Path
+) -> None:
+    said = {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": step}
+    cfg = read_config(tmp_path, ERNIE | {"num_hidden_layers": 6} | said)
+    assert "".join(str(int(moe)) for moe in cfg.moe_layers) == layers
+
+
+def test_dense_ernie_has_only_its_rotation_of_its_own(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, ERNIE_DENSE)
+    assert (cfg.head_dim, cfg.neighbours_turned, cfg.tie_word_embeddings) == (32, True, True)
+    assert (cfg.num_experts, cfg.moe_layers, cfg.rope.theta) == (0, (False,) * 3, 500000.0)
+    unsaid = _without(ERNIE_DENSE, "tie_word_embeddings", "rope_theta", "use_bias")
+    assert read_config(tmp_path, unsaid) == cfg
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -292,6 +335,19 @@ def test_dots_has_a_window_from_a_layer_on_unless_it_says_null(
         (DOTS | {"topk_method": "greedy"}, "topk_method is 'greedy'; accepted: noaux_tc"),
         (DOTS | {"moe_layer_freq": 2}, "moe_layer_freq is 2; accepted: 1"),
         (DOTS_V5 | {"layer_types": ["sliding_attention"] * 3}, "accepted: full_attention for each"),
+        (ERNIE | {"use_bias": True}, "use_bias is True; accepted: false"),
+        (ERNIE | {"use_rmsnorm": False}, "use_rmsnorm is False; accepted: true"),
+        (ERNIE | {"moe_gate_act": "sigmoid"}, "moe_gate_act is 'sigmoid'; accepted: \"softmax\""),
+        (ERNIE | {"moe_norm_min": 0.1}, "moe_norm_min is 0.1; accepted: 1e-12"),
+        (ERNIE | {"moe_k": 17}, "moe_k is 17; accepted: at most 16 experts"),
+        (ERNIE | {"num_experts": 8}, "num_experts is 8; accepted: 16"),
+        (ERNIE | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; accepted: 4"),
+        (
+            ERNIE | {"moe_num_experts": [16, 16]},
+            "moe_num_experts is [16, 16]; accepted: an i",
+        ),
+        (ERNIE | {"moe_layer_end_index": -2}, "accepted: an integer of at least -1"),
+        (ERNIE_DENSE | {"compression_ratio": 2.0}, "compression_ratio is 2.0; accepted: 1.0"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; accepted: \"per_l"),
         (MINIMAX | {"attn_type_list": [1, 0, 1]}, "attn_type_list is [1, 0, 1]; accepted: 1, whi"),

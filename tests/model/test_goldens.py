@@ -17,7 +17,7 @@ from model.transformer import Model, prefill_captured
 from model.weights import load_params
 from tests.model.harness import GOLDENS, PAGE_SIZE, Golden, Harness, chunks, scattered_pages
 
-DENSE = ("llama", "qwen3")
+DENSE = ("llama", "qwen3", "ernie4_5")
 ROUTED = (
     "mixtral",
     "qwen3_moe",
@@ -30,9 +30,11 @@ ROUTED = (
     "olmoe",
     "minimax_m2",
     "dots1",
+    "ernie4_5_moe",
 )
 # Networks with layers alike share the meshes: each has some that the other has not.
 CASES = [("llama", 2, 1, 1), ("llama", 4, 1, 1), ("qwen3", 1, 1, 1), ("qwen3", 2, 1, 1)]
+CASES += [("ernie4_5", 2, 1, 1)]
 CASES += [("mixtral", *mesh, 1) for mesh in ((1, 1), (2, 2), (4, 2))]
 CASES += [("qwen3_moe", *mesh, 1) for mesh in ((2, 1), (2, 2), (4, 1), (4, 4))]
 CASES += [(name, *mesh, 1) for name in ROUTED[2:] for mesh in ((1, 1), (4, 2))]
@@ -67,6 +69,7 @@ AS_ON_CUDA = {
     ("qwen2_moe", 4, 2, 1),
     ("minimax_m2", 4, 2, 1),
     ("dots1", 4, 2, 1),
+    ("ernie4_5_moe", 4, 2, 1),
 }
 # With these, one call of the interpreted kernels takes longer than optimizing them.
 OPTIMIZED = {("qwen3", 2, 1, 1), ("qwen3_moe", 2, 2, 1), ("gpt_oss", 4, 2, 1)}
@@ -133,6 +136,7 @@ def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
         ("glm4_moe", 1, 1, "cpu"),
         ("qwen2_moe", 4, 2, "cpu"),
         ("minimax_m2", 4, 1, "cpu"),
+        ("ernie4_5_moe", 2, 2, "cpu"),
     ],
 )
 def test_hidden_states_and_routing_are_the_recorded_ones(
@@ -181,6 +185,7 @@ def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -
         ("glm4_moe", 1, 1, "cpu"),
         ("qwen2_moe", 2, 1, "cpu"),
         ("minimax_m2", 4, 1, "cpu"),
+        ("ernie4_5_moe", 1, 1, "cpu"),
     ],
 )
 def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(

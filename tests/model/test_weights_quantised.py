@@ -32,7 +32,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return mxfp4_pair(tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("bfloat16"))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3", "ernie4_5_moe"])
 def fp8(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

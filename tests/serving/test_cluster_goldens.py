@@ -57,6 +57,7 @@ SYSTEMS = {
     ),
     "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
     "minimax_m2": ("--prefill-tp-size=4", "--decode-tp-size=2", "--decode-ep-size=2"),
+    "ernie4_5_moe": ("--prefill-tp-size=2", "--prefill-ep-size=2", "--decode-tp-size=1"),
 }
 # Systems whose every program is compiled as on a user's server; see tests/compiling.py.
 AS_USERS = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
