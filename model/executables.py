@@ -104,14 +104,12 @@ class ExecutableCache:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Raises OSError where there is no such folder, and none can be made."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
-        self._writes = True  # until that fails
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise PermissionError(f"{folder} may not be written to")
-        except OSError as error:
-            self._writes_no_more(error)
+        self._writes = os.access(folder, os.W_OK | os.X_OK)  # until that fails
+        if not self._writes:
+            log.warning("executables are not kept: %s may not be written to", folder)
         self._sources = _digest_of_sources()
         self._machine = _digest(_machine())
 
