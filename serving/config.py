@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from serving.chat_template import RESERVED_KWARGS
 from serving.parsing import ReasoningParser, ToolCallParser
-from transfer.checks import above_zero, at_least, check_port, not_negative
+from transfer.checks import above_zero, at_least, check_port
 from transfer.errors import ConfigError
 
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
@@ -84,7 +84,7 @@ class ServeConfig:
             "context_length",
             "timeline_requests",
         ):
-            not_negative(self, name)
+            at_least(self, name, 0)
         for name in (
             "queue_timeout_s",
             "request_timeout_s",

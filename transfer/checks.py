@@ -20,13 +20,6 @@ def at_most(config: Any, name: str, most: float) -> None:
         raise ConfigError(f"{flag_name(name)} must be at most {most}, got {value}")
 
 
-def not_negative(config: Any, name: str) -> None:
-    """Zero is accepted: it means none, or at once."""
-    value = getattr(config, name)
-    if value < 0:
-        raise ConfigError(f"{flag_name(name)} must not be negative, got {value}")
-
-
 def above_zero(config: Any, name: str) -> None:
     value = getattr(config, name)
     if not value > 0:

@@ -12,10 +12,10 @@ from transfer.checks import (
     at_most,
     check_port,
     is_there,
-    not_negative,
     reachable,
 )
 from transfer.errors import ConfigError
+from transfer.flag_names import flag_name
 from transfer.ports import split_host_port
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
@@ -84,8 +84,8 @@ class WorkerConfig:
         self._check_nodes()
         above_zero(self, "stall_timeout_s")
         at_most(self, "stall_timeout_s", MAX_TIMEOUT_S)
-        not_negative(self, "drain_timeout_s")
-        not_negative(self, "watchdog_timeout_s")
+        at_least(self, "drain_timeout_s", 0)
+        at_least(self, "watchdog_timeout_s", 0)
         at_most(self, "watchdog_timeout_s", MAX_TIMEOUT_S)
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
@@ -109,13 +109,14 @@ class WorkerConfig:
         if self.expert_distribution_file:
             if not self.enable_eplb:
                 raise ConfigError("--expert-distribution-file needs --enable-eplb to count rows")
-            _check_parent("--expert-distribution-file", self.expert_distribution_file)
+            folder = Path(self.expert_distribution_file).absolute().parent
+            if not is_there("--expert-distribution-file", folder, folder.is_dir):
+                raise ConfigError(f"--expert-distribution-file: {folder} is not a folder")
         if self.ep_size == 1:
             usual = WorkerConfig.__dataclass_fields__
             for name in ("ep_num_redundant_experts", "init_expert_location", "enable_eplb"):
                 if getattr(self, name) != usual[name].default:
-                    flag = name.replace("_", "-")
-                    raise ConfigError(f"--{flag} needs --ep-size above 1, got 1")
+                    raise ConfigError(f"{flag_name(name)} needs --ep-size above 1, got 1")
 
     def _check_nodes(self) -> None:
         """Raises ConfigError unless the nodes share the devices evenly and can meet."""
@@ -172,13 +173,6 @@ class WorkerConfig:
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model_path.resolve().name
-
-
-def _check_parent(flag: str, file: str) -> None:
-    """Raises ConfigError unless the file would be in a folder that is there."""
-    folder = Path(file).absolute().parent
-    if not is_there(flag, folder, folder.is_dir):
-        raise ConfigError(f"{flag}: {folder} is not a folder")
 
 
 def check_devices(tp_size: int, dp_size: int) -> None:
