@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from decode.config import DecodeConfig
-from transfer import flags, ports
+from transfer import flags
 from transfer.collector import rest_while_starting
 
 
@@ -19,8 +19,6 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     config = flags.config_from(DecodeConfig, args)
     security = flags.security_from(args)
     security.check_reached(config.reached_by)
-    # Pages are received only once the model is loaded; a port already in use is reported now.
-    ports.bind(config.data_host or config.host, config.data_port, "--data-port").close()
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     rest_while_starting()
     from decode.opening import build_engine

@@ -51,6 +51,7 @@ from transfer.role import (
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import Security
+from transfer.tcp import DATA_FLAGS
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         # The receiver listens when all is loaded and compiled: a port that is taken is told now.
-        flags = "--data-port, --data-host"
-        bind(config.data_host or config.host, config.data_port, flags).close()
+        bind(config.data_host or config.host, config.data_port, DATA_FLAGS).close()
         self.meet()
         engine, opened, rank_slots, local, ring_pages = build_engine(
             config, lambda opened: self.check_fit(describe(self, opened, "", 0))

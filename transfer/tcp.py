@@ -16,6 +16,7 @@ from collections import deque
 import numpy as np
 
 from model.config import KVSpec
+from transfer import ports
 from transfer.backend import (
     NO_PAYLOAD,
     Frame,
@@ -28,7 +29,7 @@ from transfer.backend import (
 from transfer.buffers import BufferPool, PinMemory
 from transfer.clock import SYSTEM_CLOCK
 from transfer.complaint import Complaint, Complaints
-from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
+from transfer.errors import Incompatible, KvferryError, PeerLost
 from transfer.framing import Connection, Incoming, connection_over
 from transfer.handshake import (
     Offer,
@@ -40,12 +41,12 @@ from transfer.handshake import (
 )
 from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
-from transfer.ports import address_of, host_port
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
+DATA_FLAGS = "--data-port, --data-host"  # that say where pages are taken
 MAX_CONNECTIONS = 1024
 MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet
 _IDLE_WAIT_S = 60.0
@@ -228,8 +229,6 @@ class TcpLane(Lane):
         connection = self._connection
         if connection is None:
             return False
-        if job.payload is None:
-            return connection.try_send(without_payload(job.frame, job.meta))
         return connection.try_send(whole_frame(job.frame, job.meta, segments(job.payload)))
 
     def heard(self, frame: Frame, meta: bytes) -> None:
@@ -269,20 +268,10 @@ class TcpReceiver(Receiver):
 
     def start(self) -> str:
         """Raises ConfigError when the address cannot be listened on."""
-        family, address = address_of(self._host, self._port)
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(128)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"cannot take pages on {self._host}:{self._port}: {error.strerror}; "
-                "choose another --data-port or --data-host"
-            ) from error
+        at = self._host, self._port, DATA_FLAGS
+        listener = ports.listen(ports.bind(*at), *at, backlog=128)
         self.listen(listener, self.feeder)
-        return f"tcp://{host_port(self._host, listener.getsockname()[1])}"
+        return f"tcp://{ports.host_port(self._host, listener.getsockname()[1])}"
 
     def close(self) -> None:
         self._closed = True

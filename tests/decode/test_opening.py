@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from decode.__main__ import main
 from decode.config import DecodeConfig
 from decode.opening import build_engine
 from decode.worker import DecodeWorker
 from model.errors import ModelError
 from transfer.errors import ConfigError
+from transfer.flags import TOKEN_ENV
 from transfer.rpc import Security
 
 MODEL = Path(__file__).resolve().parents[1] / "goldens" / "qwen3" / "model"
@@ -56,6 +58,19 @@ def test_a_data_port_that_is_taken_is_told_before_weights_are_read(
         config = DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, data_port=port)
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*; choose another --data-port"):
             DecodeWorker(config, Security("a token of the tests")).build()
+
+
+def test_a_node_that_does_not_lead_needs_no_data_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setenv(TOKEN_ENV, "a token of the tests")
+    monkeypatch.setattr("decode.__main__.rest_while_starting", lambda: None)
+    monkeypatch.setattr("transfer.process.run", lambda *of: started.append(of))
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # by node 0, on the same host
+        port = taken.getsockname()[1]
+        flags = ["--registry-address=127.0.0.1:8998", "--tp-size=2", "--nnodes=2", "--node-rank=1"]
+        more = ["--dist-init-addr=127.0.0.1:5000", f"--data-port={port}"]
+        main([f"--model-path={MODEL}", *flags, *more])
+    assert len(started) == 1
 
 
 def _read(*args: Any, **more: Any) -> None:
