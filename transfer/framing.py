@@ -19,6 +19,7 @@ from transfer.backend import (
     NO_PAYLOAD,
     Digest,
     Frame,
+    Kind,
     digest_at_once,
     without_payload,
 )
@@ -230,6 +231,13 @@ class Connection:
         if not self.receive_elsewhere(incoming, NO_PAYLOAD):
             raise BadMessage(f"{incoming.frame.kind.name} with a wrong digest")
         return incoming.frame, incoming.meta
+
+    def receive_only(self, kind: Kind) -> bytes:
+        """The meta of a small frame, which must be of this kind. Raises BadMessage as well."""
+        frame, meta = self.receive_small()
+        if frame.kind is not kind:
+            raise BadMessage(f"expected {kind.name}, got {frame.kind.name}")
+        return meta
 
     def receive_payload(self, incoming: Incoming, payload: memoryview) -> bool:
         """Read payload (u8[payload_len]) and digest. Returns whether the digest is right."""

@@ -55,10 +55,7 @@ def greet(
     nonce = os.urandom(NONCE_BYTES)
     connection.send(Frame(Kind.CHALLENGE), nonce)
     with connection.all_within(HANDSHAKE_TIMEOUT_S):
-        frame, meta = connection.receive_small()
-    if frame.kind is not Kind.HELLO:
-        raise BadMessage(f"expected HELLO, got {frame.kind.name}")
-    hello = wire.decode(meta, Hello)
+        hello = wire.decode(connection.receive_only(Kind.HELLO), Hello)
     if not hmac.compare_digest(hello.proof, proof_of(security, b"sender", nonce)):
         # Not the name it gave: a stranger must not choose what is logged, or how much.
         raise Unauthenticated("it does not know the cluster token")
@@ -73,16 +70,11 @@ def introduce(connection: Connection, security: Security, sender_id: str) -> Wel
     Raises Unauthenticated, BadMessage or PeerLost.
     """
     with connection.all_within(HANDSHAKE_TIMEOUT_S):
-        frame, challenge = connection.receive_small()
-        if frame.kind is not Kind.CHALLENGE:
-            raise BadMessage(f"expected CHALLENGE, got {frame.kind.name}")
+        challenge = connection.receive_only(Kind.CHALLENGE)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(sender_id, proof_of(security, b"sender", challenge), nonce)
         connection.send(Frame(Kind.HELLO), wire.encode(hello))
-        frame, meta = connection.receive_small()
-    if frame.kind is not Kind.WELCOME:
-        raise BadMessage(f"expected WELCOME, got {frame.kind.name}")
-    welcome = wire.decode(meta, Welcome)
+        welcome = wire.decode(connection.receive_only(Kind.WELCOME), Welcome)
     if not hmac.compare_digest(welcome.proof, proof_of(security, b"receiver", nonce)):
         raise Unauthenticated("the receiver does not know the cluster token")
     return welcome

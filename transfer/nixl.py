@@ -23,7 +23,7 @@ from model.config import KVSpec
 from transfer import wire
 from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent
 from transfer.clock import SYSTEM_CLOCK
-from transfer.errors import BadMessage, ConfigError, Incompatible, PeerLost
+from transfer.errors import ConfigError, Incompatible, PeerLost
 from transfer.framing import Connection
 from transfer.handshake import HANDSHAKE_TIMEOUT_S
 from transfer.nixl_agent import Agent, Write
@@ -252,13 +252,11 @@ class _NixlLane(SlotLane):
         """Receive the description of the receiver's memory. Raises Incompatible if none comes."""
         try:
             with connection.all_within(HANDSHAKE_TIMEOUT_S):
-                frame, meta = connection.receive_small()
+                meta = connection.receive_only(Kind.MEMORY)
         except PeerLost as error:
             raise Incompatible(
                 f"this side sends by nixl, and decode lends it no memory: {error}"
             ) from error
-        if frame.kind is not Kind.MEMORY:
-            raise BadMessage(f"expected MEMORY, got {frame.kind.name}")
         return wire.decode(meta, RemoteMemory)
 
     def _wait(self, connection: Connection, write: Write) -> None:

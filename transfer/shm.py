@@ -19,7 +19,7 @@ from model.config import KVSpec
 from transfer import wire
 from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent
 from transfer.buffers import PinMemory
-from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
+from transfer.errors import ConfigError, Incompatible, KvferryError
 from transfer.framing import Connection
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, Offer
 from transfer.rpc import Security
@@ -68,11 +68,10 @@ class ShmSender(TcpSender):
         self.host = host_identity() if host is None else host
         if is_demand and not self.host:
             raise ConfigError(_NO_SHARING)
-        self.long_frame_bytes = max_frame_bytes
 
     def _open_lane(self, address: str) -> "_ShmLane":
         lane = _ShmLane(self, address)
-        lane.max_frame_bytes = min(self.long_frame_bytes, FRAME_BYTES)
+        lane.max_frame_bytes = min(self._max_frame_bytes, FRAME_BYTES)
         lane.thread.start()
         return lane
 
@@ -128,10 +127,7 @@ class _ShmLane(SlotLane):
         connection, _ = self.introduced(sock, takes_fd=True)
         try:
             with connection.all_within(HANDSHAKE_TIMEOUT_S):
-                frame, meta = connection.receive_small()
-            if frame.kind is not Kind.MEMORY:
-                raise BadMessage(f"expected MEMORY, got {frame.kind.name}")
-            shape = wire.decode(meta, SlotShape)
+                shape = wire.decode(connection.receive_only(Kind.MEMORY), SlotShape)
             self.slots = BorrowedSlots(connection.take_fd(), shape)
         except KvferryError:
             connection.close()
@@ -146,7 +142,7 @@ class _ShmLane(SlotLane):
             side = "prefill" if self.sender.is_demand else "decode"
             self.sender.count("connections_refused")
             raise Incompatible(f"{side} takes shm only, and it cannot be used: {why_not}")
-        self.max_frame_bytes = self.sender.long_frame_bytes
+        self.max_frame_bytes = 0  # the sender's
         self.sender.count("connections_tcp")
         log.info("pages to %s travel by tcp; shared memory: %s", self.address, why_not)
         return connection
