@@ -38,7 +38,7 @@ from transfer.prefix_cache import PrefixCache
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import PoolFacts, RoleWorker, describe, flush_caches
 from transfer.room import Room, Side, State
-from transfer.route_feeds import RoutePublisher, TurnRoutes
+from transfer.route_feeds import RoutePublisher
 from transfer.rpc import RpcServer, Security
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._staged_pages = 0  # of every rank, padding included
         self._behind: frozenset[str] = frozenset()  # data addresses that too many pages wait for
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
-        self._routes = TurnRoutes()
+        # Changes of routes that are still to be told: rooms with their ranks, rooms that ended.
+        self._bound: list[tuple[int, int]] = []
+        self._ended: list[int] = []
         self._publisher: RoutePublisher | None = None  # with several ranks
         self._load_due_s = 0.0
 
@@ -192,7 +194,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             left = self._sender.cancel(held.submit.room)
             held.shipped = held.shipped or left
         self._ranks.release(held.prompt)
-        self._routes.ended(held.submit.room)
+        self._ended.append(held.submit.room)
 
     def leg_of(self, held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
         return wire.LegRecord(
@@ -316,7 +318,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             if held.room.state is State.GRANTED:
                 held.room.advance(State.COMPUTING, now_s)
                 self.counters[f"rank_{piece.prompt.rank}_rooms"] += 1
-                self._routes.bound(piece.prompt.room, piece.prompt.rank)
+                self._bound.append((piece.prompt.room, piece.prompt.rank))
             if piece.is_last:
                 firsts.append(held.first_sample(placed))
             runs = self._runs_of(held, piece)
@@ -421,9 +423,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def _tell_routes(self) -> None:
         """Send this turn's changes of routes so far."""
-        routes = self._routes.take()
-        if self._publisher is not None and routes is not None:
-            self.on_loop(self._publisher.feed, *routes)
+        bound, ended, self._bound, self._ended = self._bound, self._ended, [], []
+        if self._publisher is not None and (bound or ended):
+            self.on_loop(self._publisher.feed, bound, ended)
 
     # --- what others may know --------------------------------------------------------------------
 

@@ -135,28 +135,6 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address, family=family, dualstack_ipv6=both)
 
 
-class TurnRoutes:
-    """The route changes of one turn of an engine. Used on the engine thread."""
-
-    def __init__(self) -> None:
-        self._bound: list[tuple[int, int]] = []
-        self._ended: list[int] = []
-
-    def bound(self, room: int, rank: int) -> None:
-        self._bound.append((room, rank))
-
-    def ended(self, room: int) -> None:
-        self._ended.append(room)
-
-    def take(self) -> tuple[list[tuple[int, int]], list[int]] | None:
-        """Rooms with their ranks, and rooms that ended; None when there are neither."""
-        if not (self._bound or self._ended):
-            return None
-        taken = self._bound, self._ended
-        self._bound, self._ended = [], []
-        return taken
-
-
 class RoutePublisher:
     """Tells the registry one worker's routes. Used on the worker's loop.
 
