@@ -184,7 +184,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def _begin_grammar(self, submit: wire.Submit) -> None:
         room, grammars = submit.room, self._grammars
-        assert grammars is not None, "refused where there are none"
+        assert grammars is not None, "it is ready"
         self.counters["grammars"] += 1
         grammars.begin(
             submit,
@@ -206,9 +206,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             message = (
                 f"data-parallel rank {rank}, {self.worker_id()} has dp size {self.config.dp_size}"
             )
-            return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
-        if submit.sampling.grammar and self._grammars is None:
-            message = f"{self.worker_id()} does not support grammars"
             return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
         num_tokens = self.request_tokens(submit)
         limit = self._facts.request_limit(self._num_pages)

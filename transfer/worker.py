@@ -459,13 +459,10 @@ class Worker(ABC):
     def _take_events(self, timeout_s: float) -> None:
         """Handle the events; keep none, since the memory of their pages is needed elsewhere."""
         for event in self.inbox.drain(timeout_s):
-            self._dispatch(event)
-
-    def _dispatch(self, event: Any) -> None:
-        if not isinstance(event, Ask):
-            self.handle(event)
-            return
-        self.on_loop(_answer, event.answer, event.function())
+            if isinstance(event, Ask):
+                self.on_loop(_answer, event.answer, event.function())
+            else:
+                self.handle(event)
 
 
 async def _logged(task: Coroutine[Any, Any, None]) -> None:
