@@ -133,16 +133,12 @@ def _rows(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
         if batch.top_rows:
             top_rows.append(wire.pack_i32(wire.unpack_i32(batch.top_rows) + start))
         start += batch.num_rows
-    parts = [batch.logprobs or bytes(4 * batch.num_rows) for batch in batches]
+    logprobs = [batch.logprobs or bytes(4 * batch.num_rows) for batch in batches]
+    as_they_are = ("rooms", "token_ids", "token_idx", "finish", "top_ids", "top_logprobs")
     return {
-        "rooms": b"".join([batch.rooms for batch in batches]),
-        "token_ids": b"".join([batch.token_ids for batch in batches]),
-        "token_idx": b"".join([batch.token_idx for batch in batches]),
-        "finish": b"".join([batch.finish for batch in batches]),
-        "logprobs": b"".join(parts),
+        **{name: b"".join([getattr(batch, name) for batch in batches]) for name in as_they_are},
+        "logprobs": b"".join(logprobs),
         "top_rows": b"".join(top_rows),
-        "top_ids": b"".join([batch.top_ids for batch in batches]),
-        "top_logprobs": b"".join([batch.top_logprobs for batch in batches]),
     }
 
 
