@@ -14,9 +14,8 @@ class PrefillConfig(WorkerConfig):
     """Configuration of `kvferry prefill`. Names are those of the flags."""
 
     max_seqs_per_chunk: int = 8  # prompts packed into one chunk
-    transfer_connections: int = (
-        0  # to each decode worker, opened as rooms want them; 0: by processors
-    )
+    # To each decode worker, opened as rooms want them; 0: by processors.
+    transfer_connections: int = 0
     max_frame_bytes: int = 16 << 20
     # Bytes of pages that may wait to be sent to a decode worker before its prompts wait, too.
     transfer_queue_bytes: int = 2 << 30

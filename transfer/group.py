@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 
 FOLLOW_TIMEOUT_S = 60.0  # from the leader's last compiled program to the last member's
 SIGN_OF_LIFE_S = 0.5  # from either end
-SILENCE_S = (
-    3.0  # after which a peer counts as lost: a killed one breaks the stream, a hung one does not
-)
+# After which a peer counts as lost: a killed one breaks the stream, a hung one does not.
+SILENCE_S = 3.0
 # A node that is gone breaks the calls of all others, which may see that before they learn why.
 CAUSE_S = 1.0
 _FAREWELL_S = 3.0  # for members to leave before their leader
