@@ -1,5 +1,6 @@
 """Checkpoints of quantised tensors, read as if they were not quantised, or as codes and scales."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -42,16 +43,12 @@ def open_checkpoint(
         return Checkpoint(folder)
     if quantization == "mxfp4":
         return _Mxfp4(folder)
-    if quantization == "fp8":
-        return _Fp8(folder, block)
-    if quantization == "int4":
-        return Int4(folder, block)
-    if quantization == INT8:
-        return Int8(folder, block)
-    if quantization == INT8_PACKED:
-        return Int8Packed(folder, block)
-    accepted = f"'', 'mxfp4', 'fp8', 'int4', {INT8!r}, {INT8_PACKED!r}"
-    raise ModelError(f"{folder}: quantization {quantization!r}, accepted: {accepted}")
+    kinds: dict[str, Callable[[Path, tuple[int, int]], Checkpoint]]
+    kinds = {"fp8": _Fp8, "int4": Int4, INT8: Int8, INT8_PACKED: Int8Packed}
+    if quantization not in kinds:
+        accepted = ", ".join(map(repr, ("", "mxfp4", *kinds)))
+        raise ModelError(f"{folder}: quantization {quantization!r}, accepted: {accepted}")
+    return kinds[quantization](folder, block)
 
 
 class _Mxfp4(Quantised):
