@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from decode.draws import Draws, width_of
@@ -38,7 +39,6 @@ from model.sharding import (
     abstract_i32,
     abstract_of,
     on_ranks,
-    ranks_sharding,
     spans_processes,
     told_spec,
 )
@@ -173,7 +173,7 @@ class DecodeEngine:
         )
         self._params = self._experts.settle(self._params)
         self._runs.settle()
-        self._state: SlotState = jax.device_put(empty, ranks_sharding(opened.model.mesh))
+        self._state: SlotState = jax.device_put(empty, NamedSharding(opened.model.mesh, RANKS))
         self._state_tree = jax.tree.structure(empty)
         self.calls = Calls()
         self.calls.add("place", self._place)

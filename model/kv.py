@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int32, UInt8
 
 from model.config import FP8, KVSpec
-from model.sharding import num_ranks, pool_sharding
+from model.sharding import POOL_SPEC, num_ranks
 
 PagePool = (
     Float[Array, "layers planes pages page_size kv_heads head_dim"]
@@ -43,15 +43,9 @@ def abstract_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStr
 def abstract_pages(spec: KVSpec, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of pages that travel together, num_pages for each rank."""
     pages = num_ranks(mesh) * num_pages
-    shape = (
-        spec.num_layers,
-        spec.planes,
-        pages,
-        spec.page_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-    )
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.stored_dtype), sharding=pool_sharding(mesh))
+    each = spec.page_size, spec.num_kv_heads, spec.head_dim
+    shape, dtype = (spec.num_layers, spec.planes, pages, *each), jnp.dtype(spec.stored_dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, POOL_SPEC))
 
 
 def write_tokens(

@@ -341,16 +341,6 @@ def kv_spec(dims: Dims, page_size: int, dtype: str) -> KVSpec:
     )
 
 
-def pool_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a page pool, and of pages gathered from one: kv heads over a rank's devices."""
-    return NamedSharding(mesh, POOL_SPEC)
-
-
-def ranks_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of what has a part for each rank along its first axis."""
-    return NamedSharding(mesh, RANKS)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """Sharding of what every device holds whole."""
     return NamedSharding(mesh, P())

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from model.config import FP8, KVSpec
 from model.kv import gather_pages, init_pool, read_pages, write_pages, write_tokens
-from model.sharding import make_mesh, pool_sharding
+from model.sharding import POOL_SPEC, make_mesh
 from tests.model.harness import i32
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=3, page_size=4, dtype="float32")
@@ -30,7 +31,8 @@ def test_pages_gathered_and_written_elsewhere_arrive_whole(tp: int, on_cpu: bool
     pool, values = _filled(tp)
     ids = i32([5, 0, 3, PAGES])  # the last is padding
     staged = jax.jit(gather_pages)(pool, ids)
-    assert staged.sharding.is_equivalent_to(pool_sharding(make_mesh(tp, 1)), staged.ndim)
+    sharding = NamedSharding(make_mesh(tp, 1), POOL_SPEC)
+    assert staged.sharding.is_equivalent_to(sharding, staged.ndim)
     assert (np.asarray(staged)[:, :, :3] == values[:, :, [5, 0, 3]]).all()
     to = i32([1, 2, PAGES, -1])
     write = jax.jit(partial(write_pages, on_cpu=on_cpu), donate_argnums=0)
