@@ -31,13 +31,14 @@ from model.chunks import FirstSample
 from model.page_runs import memory_pinner
 from model.sampling import NOT_A_TOKEN
 from transfer import wire
-from transfer.backend import Finished, FirstToken, PageReceiver, PagesArrived, SenderLost
+from transfer.backend import Finished, FirstToken, PagesArrived, SenderLost
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.chunk_times import ChunkTimes, next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
+from transfer.inbound import Receiver
 from transfer.pages import PagePool
 from transfer.ports import bind
 from transfer.prefix_cache import Sharing, reusable_tokens
@@ -120,7 +121,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         engine: StepEngine,
         facts: PoolFacts,
         rank_slots: int,
-        receiver: PageReceiver,
+        receiver: Receiver,
         data_address: str,
         local: PrefillBuckets | None = None,
         ring_pages: int = 0,

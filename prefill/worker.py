@@ -25,7 +25,7 @@ from prefill.ranks import Rank, Ranks
 from prefill.scheduler import PrefillScheduler, Prompt
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
 from transfer import wire
-from transfer.backend import FirstToken, PageSender, SenderEvent
+from transfer.backend import FirstToken, SenderEvent
 from transfer.bootstrap import RegistryClient
 from transfer.choice import default_connections, open_sender
 from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
@@ -33,6 +33,7 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code, Incompatible
 from transfer.layout import HeadRun, plan_heads
+from transfer.outbound import Sender
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.prompt_logprobs import CollectedLogprobs
@@ -115,7 +116,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return describe(self, opened, "", engine.num_pages)
 
     def assemble(
-        self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: PageSender
+        self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: Sender
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own."""
         self._engine = engine

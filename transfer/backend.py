@@ -1,4 +1,4 @@
-"""The data plane's interface: the frame, and the two ends that every backend has.
+"""What the two ends of every data plane share: the frame, and the events that they tell.
 
 A sender (prefill) pushes frames into rooms that the receiver (decode) expects:
 
@@ -18,10 +18,9 @@ and the digest covers a sample of it.
 
 import enum
 import struct
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -29,7 +28,6 @@ import xxhash
 
 from transfer import wire
 from transfer.errors import BadMessage, Code
-from transfer.layout import HeadRun
 from transfer.numbers import Count
 
 MAGIC = b"KVF1"
@@ -258,85 +256,3 @@ class SenderLost:
 ReceiverEvent = PagesArrived | Finished | SenderLost
 OnSenderEvent = Callable[[SenderEvent], None]
 OnReceiverEvent = Callable[[ReceiverEvent], None]
-
-
-class PageSender(Protocol):
-    """Prefill's end. Methods may be called from any thread and never block."""
-
-    def open(self, grant: wire.Grant) -> None:
-        """Begin to connect, unless connected: pages of this grant will follow."""
-        ...
-
-    def send_pages(
-        self,
-        grant: wire.Grant,
-        page_start: int,
-        shards: Sequence[np.ndarray],
-        runs: Sequence[HeadRun],
-    ) -> None:
-        """Queue a run of pages.
-
-        shards: one per source shard, [layers, planes, n, page_size, heads of the shard, head_dim],
-        kept alive and unchanged until sent. Fills pages page_start .. page_start+n-1 of the
-        grant. runs: which heads go where (transfer.layout.plan_heads).
-        """
-        ...
-
-    def finish(self, grant: wire.Grant, first: FirstToken) -> None:
-        """Queue the end of a room behind its pages."""
-        ...
-
-    def cancel(self, room: int) -> Shipped | None:
-        """Drop what is queued for a room and tell the receiver. No event follows.
-
-        Returns what had been sent; None for a room that is not open.
-        """
-        ...
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes queued and not yet handed to the network."""
-        ...
-
-    def behind(self, most_bytes: int) -> frozenset[str]:
-        """Data addresses for which more than most_bytes are queued."""
-        ...
-
-    @property
-    def transfers(self) -> tuple[wire.TransferPair, ...]:
-        """Totals written per receiver, for the receivers used last."""
-        ...
-
-    @property
-    def counters(self) -> Counter[str]:
-        """Connections, counted by how their pages travel."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PageReceiver(Protocol):
-    """Decode's end. Its events come from threads of its own."""
-
-    @property
-    def counters(self) -> Counter[str]:
-        """Frames, bytes, and refusals by reason."""
-        ...
-
-    def start(self) -> str:
-        """Begin to take frames; returns the data address that goes into grants."""
-        ...
-
-    def expect(self, room: int, epoch: int, num_pages: int) -> None:
-        """Take frames of this room from now on."""
-        ...
-
-    def forget(self, room: int) -> None:
-        """Refuse frames of this room from now on. Unknown rooms are ignored."""
-        ...
-
-    def ack(self, room: int) -> None:
-        """Tell the sender that all pages arrived. Call before forget."""
-        ...
-
-    def close(self) -> None: ...

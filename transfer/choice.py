@@ -4,9 +4,11 @@ from typing import Any
 
 from model import processors
 from model.config import KVSpec
-from transfer.backend import OnSenderEvent, PageReceiver, PageSender
+from transfer.backend import OnSenderEvent
 from transfer.buffers import PinMemory
+from transfer.inbound import Receiver
 from transfer.nixl import NixlReceiver, NixlSender
+from transfer.outbound import Sender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES
@@ -33,7 +35,7 @@ def open_sender(
     max_frame_bytes: int,
     sender_id: str,
     on_event: OnSenderEvent,
-) -> PageSender:
+) -> Sender:
     """Prefill's end. connections: the most to each decode worker.
 
     Raises ConfigError when TLS files or the backend cannot be used.
@@ -60,7 +62,7 @@ def open_receiver(
     staging_bytes: int,
     pin: PinMemory | None = None,
     **more: Any,
-) -> PageReceiver:
+) -> Receiver:
     """Decode's end, not started.
 
     pin: called for memory that receives pages; NIXL pins its own. more: host, port, kv and

@@ -228,10 +228,13 @@ class Inbound:
 
 
 class Receiver(ABC):
-    """Base of every transfer.backend.PageReceiver. A backend adds connections (feeders)."""
+    """Decode's end. Its events come from threads of its own.
+
+    A backend adds connections, as feeders.
+    """
 
     def __init__(self, kv: KVSpec, tp_size: int, on_event: OnReceiverEvent) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()  # frames, bytes, and refusals by reason
         self._on_event = on_event
         self._lock = threading.Lock()
         self._inbound = Inbound(kv, tp_size)
@@ -239,23 +242,26 @@ class Receiver(ABC):
 
     @abstractmethod
     def start(self) -> str:
-        """See transfer.backend.PageReceiver."""
+        """Begin to take frames; returns the data address that goes into grants."""
 
     @abstractmethod
     def close(self) -> None:
-        """See transfer.backend.PageReceiver."""
+        """End every connection; no events follow."""
 
     # --- decode's calls ---------------------------------------------------------------------------
 
     def expect(self, room: int, epoch: int, num_pages: int) -> None:
+        """Take frames of this room from now on."""
         with self._lock:
             self._inbound.expect(room, epoch, num_pages)
 
     def forget(self, room: int) -> None:
+        """Refuse frames of this room from now on. Unknown rooms are ignored."""
         with self._lock:
             self._inbound.forget(room)
 
     def ack(self, room: int) -> None:
+        """Tell the sender that all pages arrived. Call before forget."""
         with self._lock:
             feeder = self._inbound.feeder(room)
         if feeder is not None:

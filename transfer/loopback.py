@@ -186,7 +186,7 @@ class _Link(Lane):
 
 
 class LoopbackSender(Sender):
-    """Prefill's end: see transfer.backend.PageSender."""
+    """Prefill's end, see transfer/outbound.py."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class LoopbackSender(Sender):
 
 
 class LoopbackReceiver(Receiver):
-    """Decode's end: see transfer.backend.PageReceiver."""
+    """Decode's end, see transfer/inbound.py."""
 
     def __init__(
         self,

@@ -182,7 +182,7 @@ def _say_what_tls_leaves_out(security: Security) -> None:
 
 
 class NixlSender(TcpSender):
-    """Prefill's end: see transfer.backend.PageSender."""
+    """Prefill's end, see transfer/outbound.py."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class RegisteredSlots(LentSlots):
 
 
 class NixlReceiver(TcpReceiver):
-    """Decode's end: see transfer.backend.PageReceiver."""
+    """Decode's end, see transfer/inbound.py."""
 
     def __init__(
         self,

@@ -75,7 +75,9 @@ class Lane(ABC):
 
 
 class Sender(ABC):
-    """Base of every transfer.backend.PageSender. A backend opens lanes and empties them.
+    """Prefill's end. Its calls may come from any thread and never wait.
+
+    A backend opens lanes and empties them.
 
     Invariant: a room is open in at most one lane, so its frames keep their order. It ends with
     an ACK, a NACK, the loss of its lane (one event each) or `cancel` (no event); whatever is queued
@@ -89,7 +91,7 @@ class Sender(ABC):
         self.clock: Clock = SYSTEM_CLOCK
         self._on_event = on_event
         self._max_frame_bytes = max_frame_bytes
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()  # connections, by how their pages travel
         self._pairs = Pairs()
         self._connections = connections
         self._lock = threading.Lock()
@@ -105,6 +107,7 @@ class Sender(ABC):
     # --- prefill's calls --------------------------------------------------------------------------
 
     def open(self, grant: wire.Grant) -> None:
+        """Begin to connect, unless connected: pages of this grant will follow."""
         address = grant.data_address
         with self._lock:
             if self._closed or any(not lane.is_over for lane in self._lanes.get(address, ())):
@@ -120,13 +123,24 @@ class Sender(ABC):
         shards: Sequence[np.ndarray],
         runs: Sequence[HeadRun],
     ) -> None:
+        """Queue a run of pages.
+
+        shards: one per source shard, [layers, planes, n, page_size, heads of the shard, head_dim],
+        kept alive and unchanged until sent. Fills pages page_start .. page_start+n-1 of the
+        grant. runs: which heads go where (transfer.layout.plan_heads).
+        """
         self._queue(grant, lambda most: cut_frames(grant, page_start, shards, runs, most))
 
     def finish(self, grant: wire.Grant, first: FirstToken) -> None:
+        """Queue the end of a room behind its pages."""
         frame = Frame(Kind.FINISH, grant.room, grant.epoch)
         self._queue(grant, lambda _: [Job(frame, wire.encode(first))])
 
     def cancel(self, room: int) -> Shipped | None:
+        """Drop what is queued for a room and tell the receiver. No event follows.
+
+        Returns what had been sent; None for a room that is not open.
+        """
         with self._lock:
             self._remember(room)
             lane = next((lane for lane in self._all_lanes() if room in lane.rooms), None)
@@ -142,9 +156,11 @@ class Sender(ABC):
 
     @property
     def in_flight_bytes(self) -> int:
+        """Bytes queued and not yet handed to the network."""
         return self._in_flight_bytes
 
     def behind(self, most_bytes: int) -> frozenset[str]:
+        """Data addresses for which more than most_bytes are queued."""
         if self._in_flight_bytes <= most_bytes:
             return frozenset()
         with self._lock:
@@ -156,6 +172,7 @@ class Sender(ABC):
 
     @property
     def transfers(self) -> tuple[wire.TransferPair, ...]:
+        """Totals written per receiver, for the receivers used last."""
         with self._lock:
             return self._pairs.told()
 

@@ -44,7 +44,7 @@ def host_identity() -> str:
 
 
 class ShmSender(TcpSender):
-    """Prefill's end: see transfer.backend.PageSender."""
+    """Prefill's end, see transfer/outbound.py."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _ShmLane(SlotLane):
 
 
 class ShmReceiver(TcpReceiver):
-    """Decode's end: see transfer.backend.PageReceiver."""
+    """Decode's end, see transfer/inbound.py."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class TcpSender(Sender):
-    """Prefill's end: see transfer.backend.PageSender."""
+    """Prefill's end, see transfer/outbound.py."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class TcpLane(Lane):
 
 
 class TcpReceiver(Receiver):
-    """Decode's end: see transfer.backend.PageReceiver."""
+    """Decode's end, see transfer/inbound.py."""
 
     def __init__(
         self,

@@ -14,18 +14,18 @@ from transfer import wire
 from transfer.backend import (
     Finished,
     FirstToken,
-    PageReceiver,
     PagesArrived,
-    PageSender,
     ReceiverEvent,
     SenderEvent,
     SenderLost,
 )
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Code
+from transfer.inbound import Receiver
 from transfer.layout import plan_heads
 from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from transfer.nixl import NixlReceiver, NixlSender
+from transfer.outbound import Sender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES
@@ -93,8 +93,8 @@ class Diary:
 class Ends(ABC):
     """A sender and a receiver of one backend. The caller closes them."""
 
-    sender: PageSender
-    receiver: PageReceiver
+    sender: Sender
+    receiver: Receiver
     address: str
 
     def __init__(self) -> None:

@@ -135,7 +135,7 @@ def test_no_more_is_in_flight_than_the_staging_holds_and_a_cancel_passes(open_en
         else:
             on_event(event)
 
-    ends.receiver._on_event = keep  # type: ignore[attr-defined]
+    ends.receiver._on_event = keep
     for room in (1, 2):
         ends.receiver.expect(room, 1, 6)
     ends.send_room(1, logical_pages(6), runs_of=1)
