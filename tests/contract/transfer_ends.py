@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from model.config import KVSpec
+from tests.contract.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, bits_of, sharded
 from transfer import wire
 from transfer.backend import (
@@ -23,7 +24,6 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Code
 from transfer.inbound import Receiver
 from transfer.layout import plan_heads
-from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from transfer.nixl import NixlReceiver, NixlSender
 from transfer.outbound import Sender
 from transfer.rpc import Security

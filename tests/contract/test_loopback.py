@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from tests.contract.loopback import NO_FAULT, Fault
 from tests.contract.transfer_ends import LoopbackEnds
 from tests.transfer.samples import KV, logical_pages
 from transfer.backend import HEADER_BYTES, Frame, Kind
-from transfer.loopback import NO_FAULT, Fault
 
 
 def flip(at: int) -> Fault:

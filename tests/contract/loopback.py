@@ -1,4 +1,4 @@
-"""The `loopback` backend: both ends in one process, driven by hand, with injected faults.
+"""A transfer backend for tests: both ends in one process, driven by hand, with injected faults.
 
 Frames are bytes here too and pass the same checks as on a socket. Nothing moves until `pump`,
 which is one tick: it delivers in order what senders and receivers have queued, except for what
