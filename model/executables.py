@@ -110,7 +110,7 @@ class ExecutableCache:
         self._writes = os.access(folder, os.W_OK | os.X_OK)  # until that fails
         if not self._writes:
             log.warning("executables are not kept: %s may not be written to", folder)
-        self._sources = _digest_of_sources()
+        self._sources = digest_of_sources()
         self._machine = _digest(_machine())
 
     @staticmethod
@@ -387,7 +387,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
-def _digest_of_sources() -> str:
+def digest_of_sources() -> str:
+    """64 hex digits: a digest of the code that all members of a mesh run."""
     digest = hashlib.sha256()
     for path in sorted(_sources()):
         content = path.read_bytes()

@@ -9,7 +9,6 @@ ends the others by a signal.
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import logging
 import secrets
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from model.eplb import TRIVIAL
+from model.executables import digest_of_sources
 from model.weights import dummy_digest, model_digest
 from transfer import ports, wire
 from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
@@ -34,7 +34,6 @@ _MORE_CONNECTIONS: Final = 64  # places for strangers, who are dropped soon
 _FAREWELL_S: Final = 1.0  # for the others to leave before node 0
 _LAST_WORDS_S: Final = 0.3  # for a node to log why it ends, before node 0 ends because of it
 _DIGITS: Final = 16  # of a digest
-_PACKAGES: Final = ("model", "transfer", "prefill", "decode")  # whose code nodes run
 # Settings that may differ between the processes of a group.
 _OWN: Final = frozenset(
     (
@@ -249,7 +248,8 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     Settings that explain other differences come first. Raises ModelError for a checkpoint that
     cannot be served, ConfigError for a file that cannot be read.
     """
-    settings = {"role": role, "version of kvferry": code_digest()}
+    # The order in which nodes make calls has no version of its own; other code may answer wrongly.
+    settings = {"role": role, "version of kvferry": digest_of_sources()[:_DIGITS]}
     settings["version of messages"] = str(wire.WIRE_VERSION)
     # Programs compiled by other versions may communicate in another order, and silently compute
     # wrong answers.
@@ -261,20 +261,6 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     digest_of = dummy_digest if config.load_format == "dummy" else model_digest
     settings["model digest"] = digest_of(config.model_path)
     return settings
-
-
-@functools.cache
-def code_digest() -> str:
-    """16 hex digits: a digest of the code that all nodes run.
-
-    The order in which nodes make calls has no version of its own; other code may answer wrongly.
-    """
-    root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for file in sorted(file for name in _PACKAGES for file in (root / name).rglob("*.py")):
-        code = file.read_bytes()
-        digest.update(f"{file.relative_to(root).as_posix()} {len(code)}\n".encode() + code)
-    return digest.hexdigest()[:_DIGITS]
 
 
 def _location(location: str) -> str:

@@ -128,7 +128,7 @@ def test_a_change_of_source_that_changes_no_program_costs_one_lowering(
     tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = made(tmp_path, held)
-    monkeypatch.setattr(executables, "_digest_of_sources", lambda: "another")
+    monkeypatch.setattr(executables, "digest_of_sources", lambda: "another")
     lowered = Lowered(monkeypatch)
     programs = [made(tmp_path, held) for _ in range(2)]
     assert [program.was_kept for program in programs] == [True, True]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import pytest
 
-from model import members
+from model import executables, members
 from prefill.config import PrefillConfig
 from tests.certificate import made_security
 from tests.ports import free_port
@@ -319,7 +319,7 @@ async def test_a_node_with_other_code_is_refused(
 ) -> None:
     ours = settings_of(CONFIG, "prefill")
     leader = nodes.lead(ours)
-    monkeypatch.setattr(meeting, "code_digest", lambda: "other code")
+    monkeypatch.setattr(meeting, "digest_of_sources", lambda: "other code")
     theirs = settings_of(CONFIG, "prefill")
     said = f"version of kvferry differs: node 0 has {ours['version of kvferry']}, node 1 has other"
     with pytest.raises(ConfigError, match=said):
@@ -331,17 +331,18 @@ def test_the_digest_of_the_code_is_over_names_and_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = set()
-    monkeypatch.setattr(meeting, "__file__", str(tmp_path / "transfer" / "meeting.py"))
+    monkeypatch.setattr(executables, "_ROOT", tmp_path)
     for name, code in (
         ("model/a.py", "1"),
         ("model/a.py", "2"),
         ("decode/a/b.py", "2"),
+        ("model/kernels/tiles.json", "2"),
         ("serving/app.py", "2"),  # not part of what nodes must share
         ("model/a.pyc", "2"),
     ):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
-        found.add(meeting.code_digest.__wrapped__())
-    assert len(found) == 3
+        found.add(settings_of(CONFIG, "prefill")["version of kvferry"])
+    assert len(found) == 4
     assert {len(digest) for digest in found} == {16}
