@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int32
 
 from model import kernels
 from model.attention import Attend, ChunkBatch, Listed, Rows, attention
-from model.captured import Captured, capture_layer, nothing_captured
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kernels import Target
@@ -23,7 +22,7 @@ from model.kernels.attention.reference import short_context
 from model.kv import PagePool, read_plane
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, rope_tables
-from model.moe import ExpertMap, moe, shared_experts, with_rows
+from model.moe import ExpertMap, Routing, moe, shared_experts, with_rows
 from model.page_groups import (
     Place,
     decode_groups,
@@ -178,14 +177,26 @@ class _Inputs(NamedTuple):
 class _Carry(NamedTuple):
     """What goes from layer to layer. The pool must be here: anywhere else it would be copied.
 
-    added: the last layer's output, not yet added to x, since the next norm takes both.
+    added: the last layer's output, not yet added to x, since the next norm takes both. seen: what a
+    Watch returned last.
     """
 
     x: Array
     added: Array
     pool: Array
     loads: Array | None
-    captured: Captured | None
+    seen: Any
+
+
+class Watch(NamedTuple):
+    """What tests have done inside a forward pass; nobody else watches.
+
+    begin: called with the embedded tokens. layer: called with what it, or begin, returned last, and
+    with a layer's number, output and routing, which is None where the layer has no experts.
+    """
+
+    begin: Callable[[Array], Any]
+    layer: Callable[[Any, Array, Array, Routing | None], Any]
 
 
 def prefill_rows(
@@ -202,7 +213,7 @@ def prefill_rows(
     rank that chose each expert so far. Returns hidden states after the last norm, the pool, and
     the loads with those of this chunk.
     """
-    out = _prefill(model, params, pool, batch, expert_map, loads, False)
+    out = _prefill(model, params, pool, batch, expert_map, loads)
     return out.x, out.pool, out.loads
 
 
@@ -240,7 +251,7 @@ def decode_rows(
         return out
 
     inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
-    out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, False)
+    out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend)
     return out.x, out.pool, out.loads
 
 
@@ -273,27 +284,6 @@ def prefill_hidden(
     )
     hidden, pool = run(params, pool, batch)
     return hidden, pool
-
-
-def prefill_captured(
-    model: Model,
-    params: Params,
-    pool: PagePool,
-    batch: ChunkBatch,
-    expert_map: ExpertMap | None = None,
-) -> tuple[Float[Array, "tokens hidden"], PagePool, Captured]:
-    """prefill_hidden that also returns what happened inside; for tests."""
-
-    def shard(
-        params: Params, pool: Array, batch: ChunkBatch, expert_map: ExpertMap | None
-    ) -> tuple[Array, Array, Captured | None]:
-        out = _prefill(model, params, pool, batch, expert_map, None, True)
-        return out.x, out.pool, out.captured
-
-    specs = (model.param_specs(), POOL_SPEC, P(), P())
-    run = on_ranks(model.mesh, shard, specs, (P(), POOL_SPEC, P()))
-    hidden, pool, captured = run(params, pool, batch, expert_map)
-    return hidden, pool, captured
 
 
 def decode_hidden(
@@ -337,7 +327,7 @@ def _prefill(
     batch: ChunkBatch,
     expert_map: ExpertMap | None,
     loads: Array | None,
-    capture: bool,
+    watch: Watch | None = None,
 ) -> _Carry:
     num_pages, page_size = pool.shape[2] // model.cfg.page_groups, pool.shape[3]
     page_ids = of_groups(model.cfg, batch.page_ids, num_pages)
@@ -367,7 +357,7 @@ def _prefill(
     used = up_to_last(live) if model.on_cpu else None  # an accelerator waits for weights
     inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live, used)
     placed = _placed(model, expert_map)
-    return _layers(model, params, pool, inputs, placed, loads, attend, capture, listed)
+    return _layers(model, params, pool, inputs, placed, loads, attend, listed, watch)
 
 
 def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap | None:
@@ -387,8 +377,8 @@ def _layers(
     expert_map: ExpertMap | None,
     loads: Array | None,
     attend: Attend,
-    capture: bool,
     listed: Listed | None = None,
+    watch: Watch | None = None,
 ) -> _Carry:
     cfg = model.cfg
     table = params["lm_head" if model.dims.tied_as_head else "embed"]
@@ -396,13 +386,13 @@ def _layers(
     freq = rope_frequencies(cfg.rope, cfg.rope_dim)
     tables = rope_tables(freq, inputs.positions, cfg.rope.attention_factor)
     rows = Rows(*tables, inputs.kv_idx)
-    carry = _Carry(x, zeros_after(x), pool, loads, nothing_captured(cfg, x) if capture else None)
+    carry = _Carry(x, zeros_after(x), pool, loads, None if watch is None else watch.begin(x))
 
     # Traced once for all layers of a kind, however many have arrays of their own.
     @partial(jax.jit, static_argnums=0)
     def block(kind: _Kind, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
         own = kind, idx, layer, weights, carry
-        return _block(model, *own, inputs, rows, expert_map, attend, listed)
+        return _block(model, *own, inputs, rows, expert_map, attend, listed, watch)
 
     for run, stacks in zip(segments(model.dims), params["layers"], strict=True):
         alone = run.num_layers == 1
@@ -455,10 +445,11 @@ def _block(
     expert_map: ExpertMap | None,
     attend: Attend,
     listed: Listed | None,
+    watch: Watch | None,
 ) -> _Carry:
     """One layer. arrays: its own, except whole stacks (see `_run`), where it is at `idx`."""
     cfg = model.cfg
-    x, added, pool, loads, captured = carry
+    x, added, pool, loads, seen = carry
     stacked = _read_in_stacks(model, kind.alone)
     weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx, inputs.used)
     chosen = model.kernels
@@ -495,6 +486,6 @@ def _block(
             out += shared_experts(inner, weights)
     else:
         out = feed_forward(inner, weights.matrix("gate_up"), weights.matrix("down"))
-    if captured is not None:
-        captured = capture_layer(captured, layer, x + out.astype(x.dtype), routing)
-    return _Carry(x, out, pool, loads, captured)
+    if watch is not None:
+        seen = watch.layer(seen, layer, x + out.astype(x.dtype), routing)
+    return _Carry(x, out, pool, loads, seen)

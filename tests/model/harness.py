@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from model import products
 from model.buckets import DecodeBuckets, decode_buckets
-from model.captured import Captured
 from model.config import ModelConfig
 from model.config_quantised import codes_of
 from model.kv import init_pool
@@ -27,10 +26,10 @@ from model.transformer import (
     Model,
     decode_hidden,
     logits,
-    prefill_captured,
     prefill_hidden,
 )
 from model.weights import coded_parameters, load_params, narrow_parameters
+from tests.model.captured import Captured, prefill_captured
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PAGE_SIZE = 16

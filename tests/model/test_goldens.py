@@ -13,8 +13,9 @@ from bench.goldens import BFLOAT16_MEDIANS
 from model.config import FP8, ModelConfig
 from model.moe import ExpertMap
 from model.sharding import Stacks
-from model.transformer import Model, prefill_captured
+from model.transformer import Model
 from model.weights import load_params
+from tests.model.captured import prefill_captured
 from tests.model.harness import GOLDENS, PAGE_SIZE, Golden, Harness, chunks, scattered_pages
 
 DENSE = ("llama", "qwen3", "ernie4_5")

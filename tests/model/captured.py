@@ -1,13 +1,21 @@
 """What tests look at inside a forward pass, written layer by layer."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int32
 
+from model import transformer
+from model.attention import ChunkBatch
 from model.config import ModelConfig
-from model.moe import Routing
+from model.kv import PagePool
+from model.moe import ExpertMap, Routing
+from model.params import Params
+from model.sharding import POOL_SPEC, on_ranks
+from model.transformer import Model, Watch
 
 
 class Captured(NamedTuple):
@@ -47,3 +55,25 @@ def capture_layer(
         expert_ids=captured.expert_ids.at[layer].set(routing.expert_ids),
         expert_weights=captured.expert_weights.at[layer].set(routing.weights),
     )
+
+
+def prefill_captured(
+    model: Model,
+    params: Params,
+    pool: PagePool,
+    batch: ChunkBatch,
+    expert_map: ExpertMap | None = None,
+) -> tuple[Float[Array, "tokens hidden"], PagePool, Captured]:
+    """model.transformer.prefill_hidden that also returns what happened inside."""
+    watch = Watch(partial(nothing_captured, model.cfg), capture_layer)
+
+    def shard(
+        params: Params, pool: Array, batch: ChunkBatch, expert_map: ExpertMap | None
+    ) -> tuple[Array, Array, Captured]:
+        out = transformer._prefill(model, params, pool, batch, expert_map, None, watch)
+        return out.x, out.pool, out.seen
+
+    specs = (model.param_specs(), POOL_SPEC, P(), P())
+    run = on_ranks(model.mesh, shard, specs, (P(), POOL_SPEC, P()))
+    hidden, pool, captured = run(params, pool, batch, expert_map)
+    return hidden, pool, captured
