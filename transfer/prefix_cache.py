@@ -89,8 +89,19 @@ class PrefixCache:
         return self._pages.values()
 
     def chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
-        """Digests of these tokens, i32[n], page by page. Empty when the cache is disabled."""
-        return self._chain(token_ids, salt) if self._enabled else iter(())
+        """A digest of each full page of these tokens, i32[n], over all tokens up to its end.
+
+        Empty when the cache is disabled.
+        """
+        if not self._enabled:
+            return
+        # Hashed first to a fixed length, so that no salt can pass for tokens.
+        state = hashlib.sha256(hashlib.sha256(salt.encode()).digest())
+        data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+        step = 4 * self.page_size
+        for end in range(step, len(data) + 1, step):
+            state.update(data[end - step : end])
+            yield state.copy().digest()
 
     def share(self, prefix: Sequence[bytes]) -> tuple[int, ...]:
         """Share the pages of a cached prefix.
@@ -155,13 +166,3 @@ class PrefixCache:
     def _touch(self, chain: Sequence[bytes]) -> None:
         for digest in reversed(chain):
             self._pages.move_to_end(digest)
-
-    def _chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
-        """One digest per full page, each over all tokens up to its end."""
-        # Hashed first to a fixed length, so that no salt can pass for tokens.
-        state = hashlib.sha256(hashlib.sha256(salt.encode()).digest())
-        data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
-        step = 4 * self.page_size
-        for end in range(step, len(data) + 1, step):
-            state.update(data[end - step : end])
-            yield state.copy().digest()
