@@ -43,43 +43,35 @@ class Loads:
         """Over all ranks."""
         if self._clock.monotonic_s() >= self._due_s:
             self._count()
-        left = [self._local.left(rank) for rank in range(len(self._pools))]
-        slots, free = self._admission.num_slots, self._admission.num_free_slots
-        seated = sum(requests for requests, _ in left)
-        return wire.Load(
-            queued_requests=self._admission.num_waiting + seated,
-            queued_tokens=self._admission.waiting_tokens + sum(tokens for _, tokens in left),
-            running_requests=slots - free - seated,
-            pages_total=sum(pool.num_pages for pool in self._pools),
-            pages_free=sum(map(self._free, range(len(self._pools)))),
-            slots_total=slots,
-            slots_free=free,
-            steps=steps,
-        )
+        admission = self._admission
+        waiting = admission.num_waiting, admission.waiting_tokens
+        return self._load(range(len(self._pools)), waiting, admission.num_free_slots, steps)
 
     def by_rank(self, steps: int) -> tuple[wire.Load, ...]:
         """See wire.Heartbeat; () with one rank. Rooms that wait for any rank are in no load."""
         if len(self._pools) == 1:
             return ()
-        slots = self._admission.num_slots // len(self._pools)
-        loads = []
-        for rank, pool in enumerate(self._pools):
-            free = self._admission.rank_free_slots(rank)
-            seated, tokens_left = self._local.left(rank)
-            waiting, tokens_waiting = self._admission.waiting_for(rank)
-            loads.append(
-                wire.Load(
-                    queued_requests=waiting + seated,
-                    queued_tokens=tokens_waiting + tokens_left,
-                    running_requests=slots - free - seated,
-                    pages_total=pool.num_pages,
-                    pages_free=self._free(rank),
-                    slots_total=slots,
-                    slots_free=free,
-                    steps=steps,
-                )
-            )
-        return tuple(loads)
+        waiting_for, free_slots = self._admission.waiting_for, self._admission.rank_free_slots
+        ranks = range(len(self._pools))
+        return tuple(self._load([at], waiting_for(at), free_slots(at), steps) for at in ranks)
+
+    def _load(
+        self, ranks: Sequence[int], waiting: tuple[int, int], free: int, steps: int
+    ) -> wire.Load:
+        """waiting: rooms without a seat, and their tokens. free: slots."""
+        left = [self._local.left(rank) for rank in ranks]
+        seated = sum(requests for requests, _ in left)
+        slots = len(ranks) * self._admission.num_slots // len(self._pools)
+        return wire.Load(
+            queued_requests=waiting[0] + seated,
+            queued_tokens=waiting[1] + sum(tokens for _, tokens in left),
+            running_requests=slots - free - seated,
+            pages_total=sum(self._pools[rank].num_pages for rank in ranks),
+            pages_free=sum(map(self._free, ranks)),
+            slots_total=slots,
+            slots_free=free,
+            steps=steps,
+        )
 
     def _free(self, rank: int) -> int:
         pool = self._pools[rank]
