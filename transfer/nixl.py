@@ -378,6 +378,6 @@ class _NixlFeeder(SlotFeeder):
     def greeted(self, connection: Connection) -> None:
         """Register memory and describe it to the sender. Raises OSError when there is none."""
         receiver = self.receiver
-        self.slots = slots = RegisteredSlots(receiver.agent, receiver.shape, self.slot_freed)
+        self.slots = slots = RegisteredSlots(receiver.agent, receiver.shape, self.wake)
         connection.send(Frame(Kind.MEMORY), wire.encode(slots.told()))
         self.lent("nixl")

@@ -214,7 +214,7 @@ class _ShmFeeder(SlotFeeder):
     def greeted(self, connection: Connection) -> None:
         """Allocate the memory and pass it. Raises OSError when there is none."""
         receiver = self.receiver
-        self.slots = slots = SharedSlots(receiver.shape, self.slot_freed, receiver.pin)
+        self.slots = slots = SharedSlots(receiver.shape, self.wake, receiver.pin)
         try:
             connection.send_fd(Frame(Kind.MEMORY), wire.encode(slots.shape), slots.fd)
         finally:

@@ -6,7 +6,6 @@ payload gets there.
 """
 
 import logging
-import threading
 
 import numpy as np
 
@@ -112,9 +111,3 @@ class SlotFeeder(TcpFeeder):
     def ended(self) -> None:
         if self.slots is not None:
             self.slots.close()
-
-    def slot_freed(self) -> None:
-        """Wake the thread to send a CREDIT (any thread)."""
-        connection = self.connection
-        if connection is not None and threading.current_thread() is not self.thread:
-            connection.wake()

@@ -360,9 +360,13 @@ class TcpFeeder:
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
         connection = self.connection
-        if connection is not None and connection.try_send(without_payload(frame, meta)):
-            return
-        self.replies.append((frame, meta))
+        if connection is None or not connection.try_send(without_payload(frame, meta)):
+            self.replies.append((frame, meta))
+            self.wake()
+
+    def wake(self) -> None:
+        """Have the thread send what there is to send (any thread)."""
+        connection = self.connection
         if connection is not None and threading.current_thread() is not self.thread:
             connection.wake()
 
