@@ -20,7 +20,7 @@ from serving.conversation import allowed_tools, messages_of, render_prompt
 from serving.errors import ApiError, bad_field, quoted, unavailable
 from serving.front import Front, while_client_waits
 from serving.json_bytes import spelled
-from serving.json_fields import read_json, refuse
+from serving.json_fields import NotServed, read_json, refuse
 from serving.loads import loads_answer
 from serving.messages_api import MessagesReader
 from serving.messages_fields import read_count
@@ -59,7 +59,7 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Any = None  # not served
+    chat_template: NotServed[Any] = None
 
 
 class DetokenizeFields(msgspec.Struct):
@@ -195,7 +195,7 @@ class Admin:
         async with self._body(request) as body:
             fields = read_json(_tokenizes, body)
             del body
-            refuse(fields, ("chat_template",))
+            refuse(fields)
             check_model(fields.model, self._model)
             if (fields.prompt is None) == (fields.messages is None):
                 raise bad_field("prompt", "expected exactly one of prompt and messages")

@@ -8,13 +8,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import inspect
 
 from serving.errors import ApiError, from_decode_error, not_served
 
+T = TypeVar("T")
+_NOT_SERVED: Final = "not served"
+# A field that would change the answer, and that this server does not serve: see `refuse`.
+NotServed = Annotated[T | None, _NOT_SERVED]
 # From here on a float may stand for several integers.
 _MAX_EXACT: Final = 1 << 53
 _MAX_ITEMS: Final = 16_384  # of all lists of a body: so many are searched for floats, one by one
@@ -37,11 +41,20 @@ def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) 
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 
 
-def refuse(fields: msgspec.Struct, names: Sequence[str]) -> None:
-    """Raises ApiError for the first of the fields that holds anything."""
-    for name in names:
+def refuse(fields: msgspec.Struct, names: Sequence[str] = ()) -> None:
+    """Raises ApiError for the first of these fields that holds anything.
+
+    names: by default those of the NotServed fields.
+    """
+    for name in names or _not_served(type(fields)):
         if getattr(fields, name) not in (None, False, "", [], {}):
             raise not_served(name)
+
+
+@cache
+def _not_served(struct: type[msgspec.Struct]) -> tuple[str, ...]:
+    hints = get_type_hints(struct, include_extras=True)
+    return tuple(n for n, kind in hints.items() if _NOT_SERVED in getattr(kind, "__metadata__", ()))
 
 
 def refuse_unless(fields: msgspec.Struct, neutral: Mapping[str, Any]) -> None:

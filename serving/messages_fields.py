@@ -11,7 +11,7 @@ import msgspec
 from serving.conversation import check_function
 from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
 from serving.forms import JsonSchemaFormat, ResponseFormat
-from serving.json_fields import read_json, refuse, refuse_unless
+from serving.json_fields import NotServed, read_json, refuse, refuse_unless
 from serving.message_input import messages_of_blocks
 from serving.openai_fields import ChatFields, ConversationFields, check_conversation
 
@@ -45,30 +45,24 @@ class MessagesFields(ConversationFields, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
     context_management: dict[str, Any] | None = None
-    # Not served.
-    compaction: Any = None
-    container: Any = None
-    fallbacks: Any = None
-    mcp_servers: Any = None
-    thread: Any = None
+    compaction: NotServed[Any] = None
+    container: NotServed[Any] = None
+    fallbacks: NotServed[Any] = None
+    mcp_servers: NotServed[Any] = None
+    thread: NotServed[Any] = None
+    logprobs: NotServed[Any] = None
     # Names that chats have for fields which have other names here: refused, naming those.
-    logprobs: Any = None
     max_completion_tokens: Any = None
     reasoning_effort: Any = None
 
 
+# Served in chats alone.
 _REFUSED = (
-    "compaction",
-    "container",
     "continue_final_message",
     "echo",
-    "fallbacks",
-    "logprobs",
-    "mcp_servers",
     "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",
-    "thread",
     "top_logprobs",
 )
 _REFUSED_UNLESS = {"add_generation_prompt": True, "n": 1}

@@ -10,7 +10,7 @@ import msgspec
 
 from serving.errors import ApiError, bad_field, not_served
 from serving.forms import ResponseFormat, StructuredOutputs
-from serving.json_fields import read_json, refuse, refuse_unless
+from serving.json_fields import NotServed, read_json, refuse, refuse_unless
 from serving.protocol import SamplingFields
 
 
@@ -49,64 +49,35 @@ class OpenAIFields(SamplingFields, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Not served.
-    use_beam_search: bool | None = None
-    logits_processors: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: int | None = None
-    prompt_embeds: Any = None
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    return_hidden_states: bool | None = None
-    return_prompt_text: Any = None
-    return_prompt_token_ids: Any = None
-    return_routed_experts: Any = None
-    return_cached_tokens_details: Any = None
-    return_flat_raw_output_top_logprobs: Any = None
-    return_sampling_mask: Any = None
-    return_spec_tokens_details: Any = None
-    return_weight_versions: Any = None
-    logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
-    watermark: Any = None
-    watermarking: Any = None
-    repetition_detection: Any = None
-    guided_whitespace_pattern: Any = None
-    session_params: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-    vllm_xargs: Any = None
+    thinking_token_budget: Any = None  # see REFUSED_UNLESS
+    use_beam_search: NotServed[bool] = None
+    logits_processors: NotServed[Any] = None
+    bad_words: NotServed[Any] = None
+    allowed_token_ids: NotServed[Any] = None
+    truncate_prompt_tokens: NotServed[int] = None
+    prompt_embeds: NotServed[Any] = None
+    lora_path: NotServed[Any] = None
+    custom_logit_processor: NotServed[Any] = None
+    return_hidden_states: NotServed[bool] = None
+    return_prompt_text: NotServed[Any] = None
+    return_prompt_token_ids: NotServed[Any] = None
+    return_routed_experts: NotServed[Any] = None
+    return_cached_tokens_details: NotServed[Any] = None
+    return_flat_raw_output_top_logprobs: NotServed[Any] = None
+    return_sampling_mask: NotServed[Any] = None
+    return_spec_tokens_details: NotServed[Any] = None
+    return_weight_versions: NotServed[Any] = None
+    logprob_token_ids: NotServed[Any] = None
+    watermark: NotServed[Any] = None
+    watermarking: NotServed[Any] = None
+    repetition_detection: NotServed[Any] = None
+    guided_whitespace_pattern: NotServed[Any] = None
+    session_params: NotServed[Any] = None
+    kv_transfer_params: NotServed[Any] = None
+    ec_transfer_params: NotServed[Any] = None
+    vllm_xargs: NotServed[Any] = None
 
 
-REFUSED = (
-    "use_beam_search",
-    "logits_processors",
-    "bad_words",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "prompt_embeds",
-    "lora_path",
-    "custom_logit_processor",
-    "return_hidden_states",
-    "return_prompt_text",
-    "return_prompt_token_ids",
-    "return_routed_experts",
-    "return_cached_tokens_details",
-    "return_flat_raw_output_top_logprobs",
-    "return_sampling_mask",
-    "return_spec_tokens_details",
-    "return_weight_versions",
-    "logprob_token_ids",
-    "watermark",
-    "watermarking",
-    "repetition_detection",
-    "guided_whitespace_pattern",
-    "session_params",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "vllm_xargs",
-)
 # Refused unless they have this value, which changes nothing. -1 is no bound; 0 would be no thought.
 REFUSED_UNLESS = {"thinking_token_budget": -1}
 
@@ -116,7 +87,7 @@ class CompletionFields(OpenAIFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | bool | None = None
-    suffix: str | None = None
+    suffix: NotServed[str] = None
 
 
 class ConversationFields(OpenAIFields, kw_only=True):
@@ -132,20 +103,20 @@ class ConversationFields(OpenAIFields, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     top_logprobs: int | None = None
-    # Not served.
-    functions: Any = None
+    # Served only with a value that changes nothing: see check_conversation.
     function_call: Any = None
-    audio: Any = None
     modalities: list[str] | None = None
-    prediction: Any = None
     web_search_options: Any = None
-    chat_template: str | None = None
-    moderation: Any = None
     verbosity: Any = None
     include_reasoning: Any = None
-    task: Any = None
-    input_ids: Any = None
-    return_meta_info: Any = None
+    functions: NotServed[Any] = None
+    audio: NotServed[Any] = None
+    prediction: NotServed[Any] = None
+    chat_template: NotServed[str] = None
+    moderation: NotServed[Any] = None
+    task: NotServed[Any] = None
+    input_ids: NotServed[Any] = None
+    return_meta_info: NotServed[Any] = None
 
 
 class ChatFields(ConversationFields, kw_only=True):
@@ -155,23 +126,11 @@ class ChatFields(ConversationFields, kw_only=True):
     reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    # Not served.
-    reasoning: Any = None
-    return_input_ids_in_sglext: Any = None
-    return_output_ids_in_sglext: Any = None
+    reasoning: NotServed[Any] = None
+    return_input_ids_in_sglext: NotServed[Any] = None
+    return_output_ids_in_sglext: NotServed[Any] = None
 
 
-_CONVERSATION_REFUSED = (
-    "functions",
-    "audio",
-    "prediction",
-    "chat_template",
-    "moderation",
-    "task",
-    "input_ids",
-    "return_meta_info",
-)
-_CHAT_REFUSED = ("reasoning", "return_input_ids_in_sglext", "return_output_ids_in_sglext")
 _CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
 
 _completions = msgspec.json.Decoder(CompletionFields)
@@ -181,7 +140,6 @@ _chats = msgspec.json.Decoder(ChatFields)
 def check_conversation(fields: ConversationFields) -> None:
     """Raises ApiError for a value that no conversation may have, or that is not served."""
     _check_shared(fields)
-    refuse(fields, _CONVERSATION_REFUSED)
     if fields.web_search_options is not None:  # {} asks for a search as well
         raise not_served("web_search_options")
     refuse_unless(fields, _CONVERSATION_REFUSED_UNLESS)
@@ -195,7 +153,6 @@ def read_completion(body: bytes) -> CompletionFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_completions, body)
     _check_shared(fields)
-    refuse(fields, ("suffix",))
     if isinstance(fields.logprobs, bool):  # as in chats
         fields.logprobs = 1 if fields.logprobs else None
     return fields
@@ -205,7 +162,6 @@ def read_chat(body: bytes) -> ChatFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_chats, body)
     check_conversation(fields)
-    refuse(fields, _CHAT_REFUSED)
     if fields.messages is None:
         raise ApiError(400, "messages: this field is required", "messages", "missing_field")
     if fields.top_logprobs and not fields.logprobs:
@@ -215,7 +171,7 @@ def read_chat(body: bytes) -> ChatFields:
 
 def _check_shared(fields: OpenAIFields) -> None:
     """Raises ApiError for a field or value that no route serves."""
-    refuse(fields, REFUSED)
+    refuse(fields)
     refuse_unless(fields, REFUSED_UNLESS)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise not_served("best_of")

@@ -20,7 +20,7 @@ from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, quoted, too_long
 from serving.grammar_trial import GrammarTrial
-from serving.json_fields import refuse, refuse_unless
+from serving.json_fields import NotServed, refuse_unless
 from serving.prompt import Prompt
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
@@ -260,13 +260,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-    # Not served: each would change the answer, so each is refused by its name.
-    stop_regex: Any = None
-    custom_params: Any = None
-    spaces_between_special_tokens: Any = None
-
-
-REFUSED_BY_BOTH = ("stop_regex", "custom_params")
+    spaces_between_special_tokens: Any = None  # served only if true
+    stop_regex: NotServed[Any] = None
+    custom_params: NotServed[Any] = None
 
 
 def sampling_of(
@@ -284,7 +280,6 @@ def sampling_of(
 
     names: where this API's names of fields differ from ours, its names by ours. Raises ApiError.
     """
-    refuse(fields, REFUSED_BY_BOTH)
     refuse_unless(fields, {"spaces_between_special_tokens": True})
     top_k = _or(fields.top_k, defaults.top_k)
     min_tokens = _or(min_tokens, 0)

@@ -13,7 +13,7 @@ from serving.conversation import check_function
 from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
 from serving.forms import JsonSchemaFormat, ResponseFormat
 from serving.grammar import wrong
-from serving.json_fields import read_json, refuse, refuse_unless
+from serving.json_fields import NotServed, read_json, refuse, refuse_unless
 from serving.openai_fields import ChatFields, ConversationFields, check_conversation
 from serving.response_input import messages_of_input
 
@@ -72,14 +72,13 @@ class ResponsesFields(ConversationFields, kw_only=True):
     store: bool | None = None
     max_tool_calls: int | None = None
     service_tier: str | None = None
-    # Not served.
-    background: bool | None = None
-    conversation: Any = None
-    context_management: Any = None
-    previous_response_id: str | None = None
-    prompt: Any = None
-    previous_input_messages: Any = None
-    enable_response_messages: Any = None
+    background: NotServed[bool] = None
+    conversation: NotServed[Any] = None
+    context_management: NotServed[Any] = None
+    previous_response_id: NotServed[str] = None
+    prompt: NotServed[Any] = None
+    previous_input_messages: NotServed[Any] = None
+    enable_response_messages: NotServed[Any] = None
     # Names that chats have for fields which have other names here: refused, naming those.
     logprobs: Any = None
     max_completion_tokens: Any = None
@@ -87,16 +86,10 @@ class ResponsesFields(ConversationFields, kw_only=True):
     reasoning_effort: Any = None
 
 
+# Served in chats alone.
 _REFUSED = (
-    "background",
-    "conversation",
-    "context_management",
     "continue_final_message",
     "echo",
-    "enable_response_messages",
-    "previous_input_messages",
-    "previous_response_id",
-    "prompt",
     "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",

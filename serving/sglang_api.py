@@ -15,7 +15,7 @@ from serving.errors import ApiError, bad_field, error_event, not_served
 from serving.forms import form_of
 from serving.grammar import grammar_text
 from serving.json_bytes import dumps
-from serving.json_fields import read_json, refuse, refuse_unless
+from serving.json_fields import NotServed, read_json, refuse, refuse_unless
 from serving.openai_answers import DONE, event
 from serving.prompt import Prompt
 from serving.protocol import (
@@ -75,54 +75,29 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
-    # Not served.
-    input_embeds: Any = None
-    image_data: Any = None
-    audio_data: Any = None
-    video_data: Any = None
-    token_ids_logprob: Any = None
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    return_hidden_states: Any = None
-    session_params: Any = None
-    lora_id: Any = None
-    positional_embed_overrides: Any = None
-    multi_item_delimiter_indices: Any = None
-    max_thinking_tokens: Any = None
-    require_reasoning: Any = None
-    return_sampling_mask: Any = None
-    return_flat_raw_top_logprobs: Any = None
-    return_flat_raw_output_top_logprobs: Any = None
-    return_routed_experts: Any = None
-    return_indexer_topk: Any = None
-    return_entropy: Any = None
-    return_prompt_token_ids: Any = None
-    watermark: Any = None
+    max_thinking_tokens: Any = None  # not served
+    input_embeds: NotServed[Any] = None
+    image_data: NotServed[Any] = None
+    audio_data: NotServed[Any] = None
+    video_data: NotServed[Any] = None
+    token_ids_logprob: NotServed[Any] = None
+    lora_path: NotServed[Any] = None
+    custom_logit_processor: NotServed[Any] = None
+    return_hidden_states: NotServed[Any] = None
+    session_params: NotServed[Any] = None
+    lora_id: NotServed[Any] = None
+    positional_embed_overrides: NotServed[Any] = None
+    multi_item_delimiter_indices: NotServed[Any] = None
+    require_reasoning: NotServed[Any] = None
+    return_sampling_mask: NotServed[Any] = None
+    return_flat_raw_top_logprobs: NotServed[Any] = None
+    return_flat_raw_output_top_logprobs: NotServed[Any] = None
+    return_routed_experts: NotServed[Any] = None
+    return_indexer_topk: NotServed[Any] = None
+    return_entropy: NotServed[Any] = None
+    return_prompt_token_ids: NotServed[Any] = None
+    watermark: NotServed[Any] = None
 
-
-REFUSED = (
-    "input_embeds",
-    "image_data",
-    "audio_data",
-    "video_data",
-    "token_ids_logprob",
-    "lora_path",
-    "custom_logit_processor",
-    "return_hidden_states",
-    "session_params",
-    "lora_id",
-    "positional_embed_overrides",
-    "multi_item_delimiter_indices",
-    "require_reasoning",
-    "return_sampling_mask",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_output_top_logprobs",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_entropy",
-    "return_prompt_token_ids",
-    "watermark",
-)
 
 _generates = msgspec.json.Decoder(GenerateFields)
 
@@ -130,7 +105,7 @@ _generates = msgspec.json.Decoder(GenerateFields)
 def read_generate(body: bytes) -> GenerateFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_generates, body)
-    refuse(fields, REFUSED)
+    refuse(fields)
     if fields.max_thinking_tokens is not None:  # 0 would be no thought
         raise not_served("max_thinking_tokens")
     if (fields.text is None) == (fields.input_ids is None):
@@ -179,6 +154,7 @@ class GenerateReader:
         max_new = params.max_new_tokens
         if max_new is not None and max_new < 0:
             raise bad_field("max_new_tokens", f"must be at least 0, got {told(max_new)}")
+        refuse(params)
         refuse_unless(params, {"beam_width": 1})
         return sampling_of(
             params,
