@@ -32,7 +32,7 @@ from serving.bodies import Body
 from serving.choice import Choice, Piece
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
-from serving.endpoints import ChatEndpoint
+from serving.endpoints import chat
 from serving.errors import ApiError
 from serving.front import Front
 from serving.generation import FinishReason, Generation, Tokens
@@ -153,7 +153,6 @@ class DesignedChat:
         """Raises ConfigError when a package that the design needs is not installed."""
         self._front = front
         self._ways = ways
-        self._endpoint = ChatEndpoint()
         self._typed = _typed_events() if ways.spell == "typed" else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,13 +162,13 @@ class DesignedChat:
             body = await held.read(scope, receive)
         if body is None:
             return
-        reader = self._endpoint.read(body, front.model)
+        reader = chat(body, front.model)
         front.require_ready()
         request = await reader.finish(None)
         _require_plain(request)
         events: Events
         if self._typed is None:
-            events = self._endpoint.spell(reader, request, front, arrival)
+            events = reader.spelling(request, arrival, front.clock)
         else:
             events = self._typed(request.request_id, front.model.name, arrival.created)
         (choice,) = front.choices(request)
@@ -238,9 +237,9 @@ async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: sock
     model_config = ModelConfig.from_dir(config.model_path)
     model = ServedModel(tokenizer, config, model_config, dispatcher.context_length)
     front = Front(dispatcher, model, config, SYSTEM_CLOCK)
-    chat = Route("/v1/chat/completions", DesignedChat(front, ways), methods=["POST"])
+    route = Route("/v1/chat/completions", DesignedChat(front, ways), methods=["POST"])
     health = Route("/health", Admin(front).health)
-    app = Starlette(routes=[chat, health], exception_handlers=ERROR_ANSWERS)
+    app = Starlette(routes=[route, health], exception_handlers=ERROR_ANSWERS)
     server = uvicorn.Server(http_config(app, config))
     await dispatcher.start()
     host, port = sock.getsockname()[:2]

@@ -22,14 +22,14 @@ from serving.dispatch import Dispatcher
 from serving.endpoints import (
     MESSAGES_PATHS,
     RAW_SEND,
-    ChatEndpoint,
-    CompletionEndpoint,
     Generate,
-    InvocationEndpoint,
-    MessagesEndpoint,
-    ResponsesEndpoint,
-    SglangEndpoint,
+    chat,
+    completion,
     error_headers,
+    generate,
+    invocation,
+    messages,
+    responses,
 )
 from serving.errors import ApiError
 from serving.front import Front
@@ -74,14 +74,14 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         return _redirection(app, request, error) or _answer_http_error(request, error)
 
     routes = [
-        Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
-        Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),
-        Route("/v1/responses", Generate(front, ResponsesEndpoint()), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(front, chat), methods=["POST"]),
+        Route("/v1/completions", Generate(front, completion), methods=["POST"]),
+        Route("/v1/responses", Generate(front, responses), methods=["POST"]),
         Route("/v1/responses/input_tokens", admin.count_input, methods=["POST"]),
-        Route("/v1/messages", Generate(front, MessagesEndpoint()), methods=["POST"]),
+        Route("/v1/messages", Generate(front, messages), methods=["POST"]),
         Route("/v1/messages/count_tokens", admin.count_message, methods=["POST"]),
-        Route("/invocations", Generate(front, InvocationEndpoint()), methods=["POST"]),
-        Route("/generate", Generate(front, SglangEndpoint()), methods=["POST"]),
+        Route("/invocations", Generate(front, invocation), methods=["POST"]),
+        Route("/generate", Generate(front, generate), methods=["POST"]),
         Route("/v1/models", admin.models),
         Route("/v1/models/", admin.models),
         Route("/v1/models/{name:path}", admin.one_model),
@@ -181,8 +181,8 @@ def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
 def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), f"registered for HTTPException, got {error!r}"
     what = f"{request.method} {request.url.path}"
-    messages = {404: f"there is no {what}", 405: f"{what} is not allowed"}
-    message = messages.get(error.status_code, str(error.detail))
+    told = {404: f"there is no {what}", 405: f"{what} is not allowed"}
+    message = told.get(error.status_code, str(error.detail))
     answer = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return _response(answer, request.scope)
 

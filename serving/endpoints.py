@@ -1,7 +1,7 @@
 """The routes that generate: chat, completions, responses, messages and SGLang's /generate."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -11,48 +11,32 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving import (
-    messages_api,
-    messages_fields,
-    openai_api,
-    openai_fields,
-    responses_api,
-    responses_fields,
-    sglang_api,
-)
 from serving.answer import WholeAnswer
 from serving.arrival import Arrival
 from serving.bodies import Body
-from serving.choice import Choice, check_prompt_logprobs, is_long_to_spell
+from serving.choice import check_prompt_logprobs, is_long_to_spell
 from serving.connection import body_writer_of
 from serving.errors import ApiError, bad_field, quoted
 from serving.event_stream import EventStream
 from serving.front import Front, while_client_waits
 from serving.interval import Interval
 from serving.json_fields import read_json
-from serving.messages_answers import MessagesAnswer
-from serving.openai_answers import chat_answer, completion_answer
+from serving.messages_api import MessagesReader
+from serving.messages_fields import read_messages
+from serving.openai_api import ChatReader, CompletionReader
+from serving.openai_fields import read_chat, read_completion
 from serving.protocol import Request, ServedModel, request_id_of
-from serving.responses_answers import ResponsesAnswer
-from serving.stream import Events, StreamedAnswer
+from serving.responses_api import ResponsesReader
+from serving.responses_fields import read_responses
+from serving.sglang_api import GenerateReader, read_generate
+from serving.stream import Spelling, StreamedAnswer
+from transfer.clock import Clock
 
 # Keys in a scope: of the server's own `send`, and of the request's id once it is known.
 RAW_SEND = "kvferry.send"
 REQUEST_ID = "kvferry.request_id"
 # Anthropic's API, where errors have another shape and the request's id another header.
 MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-
-
-class Spelling(Events, Protocol):
-    """How an API spells an answer, whole or in events.
-
-    is_cumulative: each event of a choice repeats all earlier ones, and no event opens a choice.
-    """
-
-    @property
-    def is_cumulative(self) -> bool: ...
-
-    def whole(self, choices: list[Choice]) -> bytes: ...
 
 
 class Reader(Protocol):
@@ -62,76 +46,37 @@ class Reader(Protocol):
         """Tokenize the prompts, and try the grammar of the answer's form. Raises ApiError."""
         ...
 
-
-class Endpoint(Protocol):
-    """What differs between the routes that generate."""
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        """Check all fields, before any work is done. Raises ApiError for a wrong one."""
+    def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
+        """How to spell the answer. request: the one that `finish` returned. Raises ApiError."""
         ...
 
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling: ...
+
+# --- each checks all fields, before any work is done, and raises ApiError for a wrong one ---------
 
 
-class ChatEndpoint:
+def chat(body: bytes, model: ServedModel) -> Reader:
     """POST /v1/chat/completions."""
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        return openai_api.ChatReader(openai_fields.read_chat(body), model)
-
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
-        assert isinstance(reader, openai_api.ChatReader), "this endpoint made it"
-        model = front.model
-        return chat_answer(request, model.tokenizer, model.name, arrival.created, reader.parsing)
+    return ChatReader(read_chat(body), model)
 
 
-class CompletionEndpoint:
+def completion(body: bytes, model: ServedModel) -> Reader:
     """POST /v1/completions."""
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        return openai_api.CompletionReader(openai_fields.read_completion(body), model)
-
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
-        return completion_answer(request, front.model.tokenizer, front.model.name, arrival.created)
+    return CompletionReader(read_completion(body), model)
 
 
-class ResponsesEndpoint:
+def responses(body: bytes, model: ServedModel) -> Reader:
     """POST /v1/responses."""
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        return responses_api.ResponsesReader(responses_fields.read_responses(body), model)
-
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
-        assert isinstance(reader, responses_api.ResponsesReader), "this endpoint made it"
-        model, created = front.model, arrival.created
-        return ResponsesAnswer(
-            request, reader.asked, model.tokenizer, model.name, created, reader.parsing
-        )
+    return ResponsesReader(read_responses(body), model)
 
 
-class MessagesEndpoint:
+def messages(body: bytes, model: ServedModel) -> Reader:
     """POST /v1/messages."""
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        return messages_api.MessagesReader(messages_fields.read_messages(body), model)
-
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
-        assert isinstance(reader, messages_api.MessagesReader), "this endpoint made it"
-        model = front.model
-        return MessagesAnswer(request, reader.asked, model.tokenizer, model.name, reader.parsing)
+    return MessagesReader(read_messages(body), model)
 
 
-class SglangEndpoint:
+def generate(body: bytes, model: ServedModel) -> Reader:
     """POST /generate."""
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        return sglang_api.GenerateReader(sglang_api.read_generate(body), model)
-
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
-        assert isinstance(reader, sglang_api.GenerateReader), "this endpoint made it"
-        return sglang_api.GenerateAnswer(
-            front.model.tokenizer, reader.is_batch, arrival.monotonic_s, front.clock
-        )
+    return GenerateReader(read_generate(body), model)
 
 
 class _Named(msgspec.Struct):
@@ -141,27 +86,12 @@ class _Named(msgspec.Struct):
     input: Any = None
 
 
-class InvocationEndpoint:
+def invocation(body: bytes, model: ServedModel) -> Reader:
     """POST /invocations, SageMaker's only path: completions, responses, or else chats."""
-
-    def __init__(self) -> None:
-        self._endpoints: dict[type[Reader], Endpoint] = {
-            openai_api.ChatReader: ChatEndpoint(),
-            openai_api.CompletionReader: CompletionEndpoint(),
-            responses_api.ResponsesReader: ResponsesEndpoint(),
-        }
-
-    def read(self, body: bytes, model: ServedModel) -> Reader:
-        named = read_json(_named, body)
-        kind: type[Reader] = openai_api.ChatReader
-        if named.prompt is not None:
-            kind = openai_api.CompletionReader
-        elif named.input is not None:
-            kind = responses_api.ResponsesReader
-        return self._endpoints[kind].read(body, model)
-
-    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
-        return self._endpoints[type(reader)].spell(reader, request, front, arrival)
+    named = read_json(_named, body)
+    if named.prompt is not None:
+        return completion(body, model)
+    return chat(body, model) if named.input is None else responses(body, model)
 
 
 _named = msgspec.json.Decoder(_Named)
@@ -170,9 +100,9 @@ _named = msgspec.json.Decoder(_Named)
 class Generate:
     """A route that generates: an ASGI app of its own, so that nothing wraps its `send`."""
 
-    def __init__(self, front: Front, endpoint: Endpoint) -> None:
+    def __init__(self, front: Front, read: Callable[[bytes, ServedModel], Reader]) -> None:
         self._front = front
-        self._endpoint = endpoint
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
@@ -184,7 +114,7 @@ class Generate:
                 raise front.runner.counted(error) from None
             if body is None:
                 return
-            reader = self._endpoint.read(body, front.model)
+            reader = self._read(body, front.model)
             del body  # perhaps megabytes, which are not needed while the answer is made
             with front.holding():
                 request = await self._finished(reader, scope, receive, arrival)
@@ -192,7 +122,7 @@ class Generate:
                     return
                 scope[REQUEST_ID] = request.request_id
                 check_prompt_logprobs(request.choices)
-                spelling = self._endpoint.spell(reader, request, front, arrival)
+                spelling = reader.spelling(request, arrival, front.clock)
                 del reader  # it refers to all fields
                 held.release()
                 await self._generate(request, spelling, scope, receive, send, arrival)

@@ -30,7 +30,7 @@ _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class MessagesAnswer:
-    """Spells the answer of POST /v1/messages, which has one choice (endpoints.Spelling)."""
+    """Spells the answer of POST /v1/messages, which has one choice (stream.Spelling)."""
 
     is_cumulative = False
 

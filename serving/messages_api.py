@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping
 
+from serving.arrival import Arrival
+from serving.messages_answers import MessagesAnswer
 from serving.messages_fields import MessagesFields, chat_of, format_name
 from serving.openai_api import ChatReader
 from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
+from serving.stream import Spelling
+from transfer.clock import Clock
 
 
 class MessagesReader(ChatReader):
@@ -24,6 +28,11 @@ class MessagesReader(ChatReader):
         """As ChatReader."""
         with by_own_names(self._own_names):
             return await super().finish(request_id)
+
+    def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
+        """As ChatReader."""
+        model = self._model
+        return MessagesAnswer(request, self.asked, model.tokenizer, model.name, self.parsing)
 
     def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """As much of max_tokens as the context has left: here a request has to name some number."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from serving.arrival import Arrival
 from serving.call_grammar import (
     calls_form,
     calls_or_form,
@@ -27,6 +28,7 @@ from serving.errors import bad_field, not_served
 from serving.forms import JSON_FORMATS, check_end, form_of
 from serving.grammar import Form, grammar_text
 from serving.harmony import MARKERS
+from serving.openai_answers import chat_answer, completion_answer
 from serving.openai_fields import (
     ChatFields,
     CompletionFields,
@@ -57,7 +59,9 @@ from serving.protocol import (
 )
 from serving.ranges import few, in_range
 from serving.router import Ranks
+from serving.stream import Spelling
 from transfer import wire
+from transfer.clock import Clock
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -113,6 +117,10 @@ class CompletionReader:
             self._interval,
             self._ranks,
         )
+
+    def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
+        """How to spell the answer."""
+        return completion_answer(request, self._model.tokenizer, self._model.name, arrival.created)
 
     def _fit(self, num_prompt: int) -> int:
         length = self._model.context_length()
@@ -258,6 +266,11 @@ class ChatReader:
             self._interval,
             self._ranks,
         )
+
+    def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
+        """How to spell the answer."""
+        model = self._model
+        return chat_answer(request, model.tokenizer, model.name, arrival.created, self.parsing)
 
     def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """max_new_tokens, as fit_tokens has it."""

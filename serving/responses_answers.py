@@ -55,7 +55,7 @@ class _Item:
 
 
 class ResponsesAnswer:
-    """Spells the answer of POST /v1/responses, which has one choice (endpoints.Spelling)."""
+    """Spells the answer of POST /v1/responses, which has one choice (stream.Spelling)."""
 
     is_cumulative = False
 

@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from serving.arrival import Arrival
 from serving.errors import ApiError
 from serving.openai_api import ChatReader
 from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
+from serving.responses_answers import ResponsesAnswer
 from serving.responses_fields import ResponsesFields, chat_of, places_of_parameters
+from serving.stream import Spelling
+from transfer.clock import Clock
 
 # Fields of a chat, as error messages name them, and what they are called here.
 _NAMES = {
@@ -32,6 +36,13 @@ class ResponsesReader(ChatReader):
         """As ChatReader."""
         with by_own_names(_NAMES), _untruncated(self.asked):
             return await super().finish(request_id)
+
+    def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
+        """As ChatReader."""
+        model, created = self._model, arrival.created
+        return ResponsesAnswer(
+            request, self.asked, model.tokenizer, model.name, created, self.parsing
+        )
 
     def _places_of_parameters(self) -> Mapping[str, str]:
         return places_of_parameters(self.asked)

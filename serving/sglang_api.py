@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from serving.arrival import Arrival
 from serving.choice import INLINE_LOGPROBS, Choice, Entry, Piece, num_prompt_logprobs
 from serving.errors import ApiError, bad_field, error_event, not_served
 from serving.forms import form_of
@@ -40,7 +41,7 @@ from serving.protocol import (
     stops_of,
 )
 from serving.ranges import few, told
-from serving.stream import Frame
+from serving.stream import Frame, Spelling
 from serving.tokenizer import Tokenizer
 from transfer import wire
 from transfer.clock import Clock
@@ -122,7 +123,7 @@ class GenerateReader:
         self._model = model
         check_size("text", fields.text or "", model)
         check_size("input_ids", fields.input_ids or "", model)
-        self._prompts, self.is_batch = _prompts_of(fields, model.vocab_size)
+        self._prompts, self._is_batch = _prompts_of(fields, model.vocab_size)
         num_prompts = len(self._prompts)
         given = _each("sampling_params", fields.sampling_params, num_prompts)
         self._params = [GenerateSampling() if params is None else params for params in given]
@@ -198,7 +199,7 @@ class GenerateReader:
                     f"{shown.prompt_logprobs_start} is past the prompt of {len(ids)} tokens",
                 )
             # One header cannot name several prompts.
-            header = None if self.is_batch else request_id
+            header = None if self._is_batch else request_id
             grammar = await grammar_text(self._forms[prompt_idx], model.trial)
             own_id = request_id_of(header, "", self._rids[prompt_idx])
             prompt = Prompt(ids)
@@ -211,7 +212,7 @@ class GenerateReader:
                 )
                 index = prompt_idx * self._n + choice
                 choices.append(ChoiceAsk(index, prompt_idx, own_id, prompt, sampling, shown))
-        self.is_batch = self.is_batch or self._n > 1
+        self._is_batch = self._is_batch or self._n > 1
         return Request(
             choices[0].request_id,
             choices,
@@ -220,6 +221,10 @@ class GenerateReader:
             cache_salt=salt_of(fields.cache_salt, fields.extra_key),
             ranks=self._ranks,
         )
+
+    def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
+        """How to spell the answer."""
+        return GenerateAnswer(self._model.tokenizer, self._is_batch, arrival.monotonic_s, clock)
 
 
 def _prompts_of(fields: GenerateFields, vocab_size: int) -> tuple[Sequence[str | list[int]], bool]:

@@ -78,6 +78,20 @@ class Events(Protocol):
         ...
 
 
+class Spelling(Events, Protocol):
+    """How an API spells an answer, whole or in events.
+
+    is_cumulative: each event of a choice repeats all earlier ones, and no event opens a choice.
+    """
+
+    @property
+    def is_cumulative(self) -> bool: ...
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
 @dataclass(slots=True)
 class Loan:
     """What a borrower needs to write a stream's events in its place.
