@@ -101,6 +101,14 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def text_at(given: Any, name: str, where: str) -> str:
+    """The text under that name in an object of a request. where: its path. Raises ApiError."""
+    value = given.get(name) if isinstance(given, dict) else None
+    if not isinstance(value, str):
+        raise wrong_type(f"{where}.{name}", f"text, got {quoted(value)}")
+    return value
+
+
 def text_part(part: Any, where: str) -> dict[str, Any]:
     """A part of a content as templates know it. where: its path. Raises ApiError if not text."""
     if isinstance(part, str):
@@ -108,10 +116,7 @@ def text_part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXTS:
         raise no_text(where, part)
-    text = part.get(_TEXTS[kind])
-    if not isinstance(text, str):
-        raise wrong_type(f"{where}.{_TEXTS[kind]}", f"text, got {quoted(text)}")
-    return {"type": "text", "text": text}
+    return {"type": "text", "text": text_at(part, _TEXTS[kind], where)}
 
 
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -141,9 +146,8 @@ def check_function(function: Mapping[str, Any], where: str) -> None:
 
     where: the function's path.
     """
-    name, parameters, strict = map(function.get, ("name", "parameters", "strict"))
-    if not isinstance(name, str):
-        raise wrong_type(f"{where}.name", f"text, got {quoted(name)}")
+    text_at(function, "name", where)
+    parameters, strict = function.get("parameters"), function.get("strict")
     if not isinstance(parameters, dict | None):
         raise wrong_type(f"{where}.parameters", f"an object, got {quoted(parameters)}")
     if not isinstance(strict, bool | None):

@@ -151,6 +151,11 @@ def wrong_type(where: str, expected: str) -> ApiError:
     return ApiError(400, f"{where}: expected {expected}", _first_name(where), "invalid_type")
 
 
+def missing_field(name: str) -> ApiError:
+    """A field that a request must have is absent. name: its path."""
+    return ApiError(400, f"{name}: this field is required", name, "missing_field")
+
+
 def no_text(where: str, part: Any) -> ApiError:
     """A part of a message is an image, a file or the like. where: its path."""
     kind = part.get("type") if isinstance(part, dict) else None
@@ -199,7 +204,7 @@ def from_decode_error(error: msgspec.DecodeError) -> ApiError:
     missing = _MISSING.search(text)
     if missing:
         param = f"{param}.{missing.group(1)}" if param else missing.group(1)
-        return ApiError(400, f"{param}: this field is required", param, "missing_field")
+        return missing_field(param)
     if not param:
         return ApiError(400, f"the body must be a JSON object: {text}", code="invalid_type")
     # The top-level field is what clients know by name; the message has the whole path.

@@ -7,7 +7,7 @@ messages. Calls and thoughts, which are fields of a chat's message, are blocks o
 from collections.abc import Sequence
 from typing import Any
 
-from serving.conversation import MAX_PARTS, text_part
+from serving.conversation import MAX_PARTS, text_at, text_part
 from serving.errors import bad_field, quoted, wrong_type
 
 # Anthropic's command-line client begins its system prompt with a block that differs from request to
@@ -62,7 +62,7 @@ def _users(content: Any, where: str) -> list[dict[str, Any]]:
         if _kind(block) == "tool_result":
             result = block.get("content")
             text = _content("" if result is None else result, f"{path}.content")
-            call_id = _field(block, "tool_use_id", path)
+            call_id = text_at(block, "tool_use_id", path)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             continue
         if not messages or messages[-1]["role"] != "user":
@@ -83,7 +83,7 @@ def _assistants(content: Any, where: str) -> dict[str, Any]:
     for block, path in _blocks(content, where):
         kind = _kind(block)
         if kind == "thinking":
-            thoughts.append(_field(block, "thinking", path))
+            thoughts.append(text_at(block, "thinking", path))
         elif kind == "redacted_thinking":
             pass  # encrypted by another server
         elif kind == "tool_use":
@@ -102,8 +102,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise wrong_type(f"{where}.input", f"an object, got {quoted(arguments)}")
-    function = {"name": _field(block, "name", where), "arguments": arguments}
-    return {"id": _field(block, "id", where), "type": "function", "function": function}
+    function = {"name": text_at(block, "name", where), "arguments": arguments}
+    return {"id": text_at(block, "id", where), "type": "function", "function": function}
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -122,10 +122,3 @@ def _blocks(content: Any, where: str) -> list[tuple[Any, str]]:
 
 def _kind(block: Any) -> Any:
     return block.get("type") if isinstance(block, dict) else None
-
-
-def _field(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise wrong_type(f"{where}.{name}", f"text, got {quoted(value)}")
-    return value

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from serving.conversation import check_function
-from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
+from serving.errors import ApiError, bad_field, missing_field, not_served, quoted, wrong_type
 from serving.forms import JsonSchemaFormat, ResponseFormat
-from serving.json_fields import NotServed, read_json, refuse, refuse_unless
+from serving.json_fields import NotServed, read_json, refuse
 from serving.message_input import messages_of_blocks
-from serving.openai_fields import ChatFields, ConversationFields, check_conversation
+from serving.openai_fields import ChatFields, ConversationFields, check_as_chat
 
 
 class Thinking(msgspec.Struct):
@@ -56,16 +56,6 @@ class MessagesFields(ConversationFields, kw_only=True):
     reasoning_effort: Any = None
 
 
-# Served in chats alone.
-_REFUSED = (
-    "continue_final_message",
-    "echo",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "top_logprobs",
-)
-_REFUSED_UNLESS = {"add_generation_prompt": True, "n": 1}
 _OF_CHATS = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -81,21 +71,17 @@ def read_messages(body: bytes) -> MessagesFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_count(body)
     if fields.max_tokens is None:
-        raise _missing("max_tokens")
+        raise missing_field("max_tokens")
     return fields
 
 
 def read_count(body: bytes) -> MessagesFields:
     """As read_messages; where tokens are only counted, there need not be a max_tokens."""
     fields = read_json(_messages, body)
-    check_conversation(fields)
-    refuse(fields, _REFUSED)
-    refuse_unless(fields, _REFUSED_UNLESS)
-    for name, own_name in _OF_CHATS.items():
-        if getattr(fields, name) is not None:
-            raise bad_field(name, f"is called {own_name} here", "unsupported_parameter")
+    check_as_chat(fields, _OF_CHATS)
+    refuse(fields, ("top_logprobs",))
     if fields.messages is None:
-        raise _missing("messages")
+        raise missing_field("messages")
     thinking, config = fields.thinking, fields.output_config
     if thinking is not None:
         if thinking.type not in ("enabled", "adaptive", "disabled"):
@@ -136,10 +122,6 @@ def chat_of(fields: MessagesFields) -> ChatFields:
 def format_name(fields: MessagesFields) -> str:
     """What the request calls the field with the form of its answer."""
     return "output_config.format" if fields.output_format is None else "output_format"
-
-
-def _missing(name: str) -> ApiError:
-    return ApiError(400, f"{name}: this field is required", name, "missing_field")
 
 
 def _check_context_management(given: dict[str, Any] | None) -> None:

@@ -4,11 +4,12 @@ Field names and meanings: OpenAI's API reference; vLLM's and SGLang's extra para
 OpenAI-compatible server.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from serving.errors import ApiError, bad_field, not_served
+from serving.errors import bad_field, missing_field, not_served
 from serving.forms import ResponseFormat, StructuredOutputs
 from serving.json_fields import NotServed, read_json, refuse, refuse_unless
 from serving.protocol import SamplingFields
@@ -131,6 +132,13 @@ class ChatFields(ConversationFields, kw_only=True):
     return_output_ids_in_sglext: NotServed[Any] = None
 
 
+_OF_CHATS_ALONE = (
+    "continue_final_message",
+    "echo",
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
 _CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
 
 _completions = msgspec.json.Decoder(CompletionFields)
@@ -149,6 +157,19 @@ def check_conversation(fields: ConversationFields) -> None:
         raise not_served("function_call")
 
 
+def check_as_chat(fields: ConversationFields, own_names: Mapping[str, str]) -> None:
+    """As check_conversation, for another API whose requests become chats; see also own_names.py.
+
+    own_names: the API's names of fields, by those that chats have for them, which it refuses.
+    """
+    check_conversation(fields)
+    refuse(fields, _OF_CHATS_ALONE)
+    refuse_unless(fields, {"add_generation_prompt": True, "n": 1})
+    for name, own_name in own_names.items():
+        if getattr(fields, name) is not None:
+            raise bad_field(name, f"is called {own_name} here", "unsupported_parameter")
+
+
 def read_completion(body: bytes) -> CompletionFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_completions, body)
@@ -163,7 +184,7 @@ def read_chat(body: bytes) -> ChatFields:
     fields = read_json(_chats, body)
     check_conversation(fields)
     if fields.messages is None:
-        raise ApiError(400, "messages: this field is required", "messages", "missing_field")
+        raise missing_field("messages")
     if fields.top_logprobs and not fields.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     return fields

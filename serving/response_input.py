@@ -7,7 +7,7 @@ each of these is an item of its own.
 from collections.abc import Sequence
 from typing import Any
 
-from serving.conversation import MAX_PARTS, text_of, text_part
+from serving.conversation import MAX_PARTS, text_at, text_of, text_part
 from serving.errors import ApiError, bad_field, quoted, wrong_type
 
 
@@ -84,11 +84,11 @@ def _assistants(item: dict[str, Any], where: str) -> tuple[str, list[Any]] | Non
     if kind == "reasoning":
         name = "content" if item.get("content") else "summary"
         parts = _list(item, name, where)
-        texts = [_field(part, "text", f"{where}.{name}[{i}]") for i, part in enumerate(parts)]
+        texts = [text_at(part, "text", f"{where}.{name}[{i}]") for i, part in enumerate(parts)]
         return "reasoning_content", [text for text in texts if text]
     if kind == "function_call":
-        function = {name: _field(item, name, where) for name in ("name", "arguments")}
-        call_id = _field(item, "call_id", where)
+        function = {name: text_at(item, name, where) for name in ("name", "arguments")}
+        call_id = text_at(item, "call_id", where)
         return "tool_calls", [{"id": call_id, "type": "function", "function": function}]
     if kind == "message" and item.get("role") == "assistant":
         content = item.get("content")
@@ -100,13 +100,13 @@ def _assistants(item: dict[str, Any], where: str) -> tuple[str, list[Any]] | Non
 def _others(item: dict[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type") or "message"
     if kind == "function_call_output":
-        call_id = _field(item, "call_id", where)
+        call_id = text_at(item, "call_id", where)
         content = _content(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": call_id, "content": content}
     if kind != "message":
         message = f"{where}: this server does not support items of type {quoted(kind)}"
         raise ApiError(400, message, "input", "unsupported_parameter")
-    role = _field(item, "role", where)
+    role = text_at(item, "role", where)
     return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
 
 
@@ -128,11 +128,4 @@ def _list(item: dict[str, Any], name: str, where: str) -> list[Any]:
     value = item.get(name) or []
     if not isinstance(value, list):
         raise wrong_type(f"{where}.{name}", f"a list, got {quoted(value)}")
-    return value
-
-
-def _field(item: Any, name: str, where: str) -> str:
-    value = item.get(name) if isinstance(item, dict) else None
-    if not isinstance(value, str):
-        raise wrong_type(f"{where}.{name}", f"text, got {quoted(value)}")
     return value

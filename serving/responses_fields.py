@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from serving.conversation import check_function
-from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
+from serving.conversation import check_function, text_at
+from serving.errors import ApiError, bad_field, missing_field, not_served, quoted, wrong_type
 from serving.forms import JsonSchemaFormat, ResponseFormat
 from serving.grammar import wrong
-from serving.json_fields import NotServed, read_json, refuse, refuse_unless
-from serving.openai_fields import ChatFields, ConversationFields, check_conversation
+from serving.json_fields import NotServed, read_json
+from serving.openai_fields import ChatFields, ConversationFields, check_as_chat
 from serving.response_input import messages_of_input
 
 LOGPROBS = "message.output_text.logprobs"
@@ -86,15 +86,6 @@ class ResponsesFields(ConversationFields, kw_only=True):
     reasoning_effort: Any = None
 
 
-# Served in chats alone.
-_REFUSED = (
-    "continue_final_message",
-    "echo",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-)
-_REFUSED_UNLESS = {"add_generation_prompt": True, "n": 1}
 _OF_CHATS = {
     "logprobs": f"include: {LOGPROBS}",
     "max_completion_tokens": "max_output_tokens",
@@ -109,14 +100,9 @@ _responses = msgspec.json.Decoder(ResponsesFields)
 def read_responses(body: bytes) -> ResponsesFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_responses, body)
-    check_conversation(fields)
-    refuse(fields, _REFUSED)
-    refuse_unless(fields, _REFUSED_UNLESS)
-    for name, own_name in _OF_CHATS.items():
-        if getattr(fields, name) is not None:
-            raise bad_field(name, f"is called {own_name} here", "unsupported_parameter")
+    check_as_chat(fields, _OF_CHATS)
     if fields.input is None:
-        raise ApiError(400, "input: this field is required", "input", "missing_field")
+        raise missing_field("input")
     if fields.truncation not in (None, "auto", "disabled"):
         what = f'expected "auto" or "disabled", got {quoted(fields.truncation)}'
         raise bad_field("truncation", what)
@@ -193,7 +179,7 @@ def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], st
                 if isinstance(one, dict) and one.get("type") == "function":
                     path = f"{where}.tools[{i}]"
                     check_function(one, path)
-                    yield one, _name_of(tool, where), path
+                    yield one, text_at(tool, "name", where), path
 
 
 def _check_namespaces(fields: ResponsesFields) -> None:
@@ -208,13 +194,6 @@ def _check_namespaces(fields: ResponsesFields) -> None:
             what = f"{quoted(function['name'])} is also the name of {first}, in another namespace"
             why = "this server tells functions apart by name alone"
             raise ApiError(400, f"{where}.name: {what}; {why}", "tools", "unsupported_parameter")
-
-
-def _name_of(tool: dict[str, Any], where: str) -> str:
-    name = tool.get("name")
-    if not isinstance(name, str):
-        raise wrong_type(f"{where}.name", f"text, got {quoted(name)}")
-    return name
 
 
 def _chats_tool(function: dict[str, Any]) -> dict[str, Any]:
