@@ -27,13 +27,8 @@ from serving.messages_fields import read_count
 from serving.metrics import CONTENT_TYPE
 from serving.openai_api import ChatReader
 from serving.prompt import Prompt
-from serving.protocol import (
-    ChoiceAsk,
-    Request,
-    Shown,
-    check_model,
-    check_token_ids,
-)
+from serving.protocol import ChoiceAsk, Request, Shown, check_model
+from serving.ranges import check_token_ids
 from serving.responses_api import ResponsesReader
 from serving.responses_fields import read_responses
 from serving.siblings import Siblings

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -46,7 +45,6 @@ from serving.protocol import (
     check_model,
     check_room,
     check_size,
-    check_token_ids,
     fit_tokens,
     interval_of,
     num_choices,
@@ -57,8 +55,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
-from serving.ranges import few, in_range
-from serving.router import Ranks
+from serving.ranges import few, id_prompts, in_range
 from serving.stream import Spelling
 from transfer import wire
 from transfer.clock import Clock
@@ -66,17 +63,63 @@ from transfer.clock import Clock
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-# --- completions ------------------------------------------------------------------------------
+class _Reader[F: OpenAIFields]:
+    """What readers of completions and of chats share."""
 
+    id_prefix: str
+    _shown: Shown
+    _sampling: wire.SamplingParams
 
-class CompletionReader:
-    """One completions request on its way to a `Request`."""
-
-    def __init__(self, fields: CompletionFields, model: ServedModel) -> None:
-        """Raises ApiError if any field is wrong."""
+    def __init__(self, fields: F, model: ServedModel) -> None:
+        """Raises ApiError if a field that both have is wrong."""
         check_model(fields.model, model)
         self._fields = fields
         self._model = model
+        self._n = num_choices(fields.n)
+        self._interval = interval_of(fields.stream_interval)
+        self._ranks = ranks_of(fields, model)
+
+    def _request(
+        self, header: str | None, prompts: list[Prompt], max_new_tokens: list[int], grammar: str
+    ) -> Request:
+        """header: the id that one asks for. max_new_tokens: of each prompt."""
+        fields = self._fields
+        request_id = request_id_of(header, self.id_prefix, fields.rid, fields.request_id)
+        choices = []
+        for prompt_idx, prompt in enumerate(prompts):
+            for choice in range(self._n):
+                own = msgspec.structs.replace(
+                    self._sampling,
+                    max_new_tokens=max_new_tokens[prompt_idx],
+                    seed=seed_of(fields.seed, choice),
+                    grammar=grammar,
+                )
+                index = prompt_idx * self._n + choice
+                choices.append(ChoiceAsk(index, prompt_idx, request_id, prompt, own, self._shown))
+        options = fields.stream_options or StreamOptions()
+        return Request(
+            request_id,
+            choices,
+            stream=bool(fields.stream),
+            stream_interval=self._interval,
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+            cache_salt=salt_of(fields.cache_salt, fields.extra_key),
+            ranks=self._ranks,
+        )
+
+
+# --- completions ------------------------------------------------------------------------------
+
+
+class CompletionReader(_Reader[CompletionFields]):
+    """One completions request on its way to a `Request`."""
+
+    id_prefix = "cmpl-"
+
+    def __init__(self, fields: CompletionFields, model: ServedModel) -> None:
+        """Raises ApiError if any field is wrong."""
+        super().__init__(fields, model)
         check_size("prompt", fields.prompt, model)
         self._prompts = _prompts_of(fields.prompt, model.vocab_size)
         self._drop_output = fields.max_tokens == 0 and bool(fields.echo)
@@ -86,10 +129,7 @@ class CompletionReader:
         self._shown = _shown(fields, num_logprobs, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
         self._form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer)
-        self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
-        self._interval = interval_of(fields.stream_interval)
-        self._ranks = ranks_of(fields, model)
 
     async def finish(self, request_id: str | None) -> Request:
         """Tokenize. request_id: from a header. Raises ApiError when a prompt does not fit."""
@@ -106,17 +146,8 @@ class CompletionReader:
                 text = model.tokenizer.decode(given, False) if fields.echo else ""
                 prompts.append(Prompt(given, text))
         grammar = await grammar_text(self._form, model.trial)
-        return _request(
-            fields,
-            request_id_of(request_id, "cmpl-", fields.rid, fields.request_id),
-            prompts,
-            self._n,
-            msgspec.structs.replace(self._sampling, grammar=grammar),
-            self._shown,
-            [self._fit(len(prompt.ids)) for prompt in prompts],
-            self._interval,
-            self._ranks,
-        )
+        most = [self._fit(len(prompt.ids)) for prompt in prompts]
+        return self._request(request_id, prompts, most, grammar)
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
@@ -146,7 +177,7 @@ def _prompts_of(
     else:
         texts = [item for item in prompt if isinstance(item, str)]
         if not texts:
-            return _id_prompts(prompt, vocab_size)
+            return id_prompts("prompt", prompt, vocab_size)
         if len(texts) < len(prompt):
             raise bad_field("prompt", "must be of one kind: texts, or token ids, not both")
     if "" in texts:
@@ -154,34 +185,20 @@ def _prompts_of(
     return texts
 
 
-def _id_prompts(prompt: Sequence[Any], vocab_size: int) -> list[list[int]]:
-    flat = [item for item in prompt if isinstance(item, int)]
-    if flat and len(flat) < len(prompt):
-        raise bad_field("prompt", "must be a list of token ids or a list of such lists, not both")
-    lists = [flat] if flat else list(prompt)
-    if not lists:
-        raise bad_field("prompt", "must not be empty")
-    for ids in lists:
-        check_token_ids("prompt", ids, vocab_size)
-    return lists
-
-
 # --- chat ---------------------------------------------------------------------------------------
 
 
-class ChatReader:
+class ChatReader(_Reader[ChatFields]):
     """One chat request on its way to a `Request`."""
 
     id_prefix = "chatcmpl-"
 
     def __init__(self, fields: ChatFields, model: ServedModel) -> None:
         """Raises ApiError if any field is wrong."""
-        check_model(fields.model, model)
         self._given_tools = fields.tools or ()
         tools, choice = allowed_tools(fields)
         fields = msgspec.structs.replace(fields, tools=tools, tool_choice=choice)
-        self._fields = fields
-        self._model = model
+        super().__init__(fields, model)
         self._max_name = "max_tokens"
         self._max_tokens = fields.max_tokens
         if fields.max_completion_tokens is not None:
@@ -197,10 +214,7 @@ class ChatReader:
         self._shown = _with_markers(self._shown, self.parsing, model)
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._form = self._form_of(fields)
-        self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
-        self._interval = interval_of(fields.stream_interval)
-        self._ranks = ranks_of(fields, model)
         self._messages = messages_of(fields, model)
 
     def _form_of(self, fields: ChatFields) -> Form | None:
@@ -255,17 +269,8 @@ class ChatReader:
         grammar = await grammar_text(self._form, model.trial, prefix)
         if fields.separate_reasoning is False:  # only the grammar had to know of thoughts
             self.parsing = replace(self.parsing, reasoning="none")
-        return _request(
-            fields,
-            request_id_of(request_id, self.id_prefix, fields.rid, fields.request_id),
-            [Prompt(ids, shown_text)],
-            self._n,
-            msgspec.structs.replace(self._sampling, grammar=grammar),
-            self._shown,
-            [self._fit(len(ids), self._max_tokens, None)],
-            self._interval,
-            self._ranks,
-        )
+        most = self._fit(len(ids), self._max_tokens, None)
+        return self._request(request_id, [Prompt(ids, shown_text)], [most], grammar)
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
@@ -363,38 +368,4 @@ def _sampling(
         # The workers make one table of top logprobs for prompt and output.
         num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
         prompt_logprobs_start=0 if shown.num_prompt_logprobs >= 0 else -1,
-    )
-
-
-def _request(
-    fields: OpenAIFields,
-    request_id: str,
-    prompts: list[Prompt],
-    n: int,
-    sampling: wire.SamplingParams,
-    shown: Shown,
-    max_new_tokens: list[int],
-    interval: int | None,
-    ranks: Ranks,
-) -> Request:
-    choices = []
-    for prompt_idx, prompt in enumerate(prompts):
-        for choice in range(n):
-            own = msgspec.structs.replace(
-                sampling,
-                max_new_tokens=max_new_tokens[prompt_idx],
-                seed=seed_of(fields.seed, choice),
-            )
-            index = prompt_idx * n + choice
-            choices.append(ChoiceAsk(index, prompt_idx, request_id, prompt, own, shown))
-    options = fields.stream_options or StreamOptions()
-    return Request(
-        request_id,
-        choices,
-        stream=bool(fields.stream),
-        stream_interval=interval,
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.continuous_usage_stats),
-        cache_salt=salt_of(fields.cache_salt, fields.extra_key),
-        ranks=ranks,
     )

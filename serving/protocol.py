@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from serving.errors import ApiError, bad_field, quoted, too_long
 from serving.grammar_trial import GrammarTrial
 from serving.json_fields import NotServed, refuse_unless
 from serving.prompt import Prompt
-from serving.ranges import in_range, told
+from serving.ranges import check_token_ids, in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import Tokenizer
 from serving.turns import Turns
@@ -39,7 +39,6 @@ MAX_REQUEST_ID = 256
 INLINE_CHARACTERS = 4096
 _MAX_TEMPLATES_WAITING = 64  # long conversations; each has ten seconds at most
 _CHARACTERS_PER_TOKEN = 8  # a text longer than this times the context is counted in parts first
-NO_NAMES: Mapping[str, str] = {}
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -274,11 +273,11 @@ def sampling_of(
     min_tokens: int | None,
     num_top_logprobs: int,
     prompt_logprobs_start: int,
-    names: Mapping[str, str] = NO_NAMES,
+    min_name: str = "min_tokens",
 ) -> wire.SamplingParams:
     """The parameters, checked. max_new_tokens and seed are left out: they depend on the choice.
 
-    names: where this API's names of fields differ from ours, its names by ours. Raises ApiError.
+    min_name: what this API calls min_tokens. Raises ApiError.
     """
     refuse_unless(fields, {"spaces_between_special_tokens": True})
     top_k = _or(fields.top_k, defaults.top_k)
@@ -303,13 +302,12 @@ def sampling_of(
         ),
         logit_bias=_logit_bias(fields.logit_bias, model.vocab_size),
         stop_token_ids=_stop_token_ids(fields, model),
-        min_tokens=in_range(names.get("min_tokens", "min_tokens"), min_tokens, 0, None),
+        min_tokens=in_range(min_name, min_tokens, 0, None),
         num_top_logprobs=num_top_logprobs,
         prompt_logprobs_start=prompt_logprobs_start,
     )
     if max_tokens is not None and min_tokens > max_tokens:
-        name = names.get("min_tokens", "min_tokens")
-        raise bad_field(name, f"{min_tokens} is more than the most tokens asked, {max_tokens}")
+        raise bad_field(min_name, f"{min_tokens} is more than the most tokens asked, {max_tokens}")
     return sampling
 
 
@@ -373,15 +371,6 @@ def interval_of(asked: int | None) -> int | None:
 def check_logprobs(name: str, count: int | None) -> int:
     """The count of top logprobs, if it is in range; -1 for None. Raises ApiError."""
     return -1 if count is None else in_range(name, count, 0, wire.NUM_TOP_LOGPROBS)
-
-
-def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    if not ids:
-        raise bad_field(name, "must have at least one token")
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= vocab_size:
-        wrong = told(low if low < 0 else high)
-        raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
 
 
 class RankFields(Protocol):

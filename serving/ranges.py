@@ -1,6 +1,7 @@
-"""Range and count checks for a request's fields, and how refused numbers are shown in messages."""
+"""Checks of a request's numbers, counts and token ids, and how messages show refused numbers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from serving.errors import bad_field
 
@@ -29,6 +30,32 @@ def few[T](name: str, items: Sequence[T] | None, most: int) -> Sequence[T]:
     if items is not None and len(items) > most:
         raise bad_field(name, f"at most {most}, got {len(items)}")
     return items or ()
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ApiError for no ids, and for one that is not in the vocabulary."""
+    if not ids:
+        raise bad_field(name, "must have at least one token")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = told(low if low < 0 else high)
+        raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
+
+
+def id_prompts(name: str, given: Sequence[Any], vocab_size: int) -> list[list[int]]:
+    """The prompts of a field with the token ids of one, or with a list for each. Raises ApiError.
+
+    given: integers, and lists of them.
+    """
+    flat = [item for item in given if isinstance(item, int)]
+    if flat and len(flat) < len(given):
+        raise bad_field(name, "must be token ids, or lists of them, not both")
+    lists = [flat] if flat else list(given)
+    if not lists:
+        raise bad_field(name, "must not be empty")
+    for ids in lists:
+        check_token_ids(name, ids, vocab_size)
+    return lists
 
 
 def told(value: float) -> str:

@@ -29,7 +29,6 @@ from serving.protocol import (
     check_logprobs,
     check_room,
     check_size,
-    check_token_ids,
     fit_tokens,
     interval_of,
     num_choices,
@@ -40,14 +39,14 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
-from serving.ranges import few, told
+from serving.ranges import few, id_prompts, told
 from serving.stream import Frame, Spelling
 from serving.tokenizer import Tokenizer
 from transfer import wire
 from transfer.clock import Clock
 
 DEFAULT_NEW_TOKENS = 128
-NAMES = {"min_tokens": "min_new_tokens"}
+MIN_NAME = "min_new_tokens"
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +146,7 @@ class GenerateReader:
         ]
         ends, tokenizer = model.eos_ids, model.tokenizer
         self._forms = [
-            form_of(params, params.min_new_tokens, ends, tokenizer, NAMES["min_tokens"])
+            form_of(params, params.min_new_tokens, ends, tokenizer, MIN_NAME)
             for params in self._params
         ]
 
@@ -167,7 +166,7 @@ class GenerateReader:
             prompt_logprobs_start=(
                 shown.prompt_logprobs_start if shown.num_prompt_logprobs >= 0 else -1
             ),
-            names=NAMES,
+            min_name=MIN_NAME,
         )
 
     async def finish(self, request_id: str | None) -> Request:
@@ -191,7 +190,7 @@ class GenerateReader:
                 self._prompt_name,
                 "max_new_tokens",
                 params.min_new_tokens,
-                NAMES["min_tokens"],
+                MIN_NAME,
             )
             if shown.prompt_logprobs_start > len(ids):
                 raise bad_field(
@@ -235,15 +234,8 @@ def _prompts_of(fields: GenerateFields, vocab_size: int) -> tuple[Sequence[str |
             raise bad_field("text", "must not be empty")
         return texts, not isinstance(fields.text, str)
     given = fields.input_ids or []
-    flat = [item for item in given if isinstance(item, int)]
-    if flat and len(flat) < len(given):
-        raise bad_field("input_ids", "must be token ids, or lists of them, not both")
-    lists = [flat] if flat else [item for item in given if not isinstance(item, int)]
-    if not lists:
-        raise bad_field("input_ids", "must not be empty")
-    for ids in lists:
-        check_token_ids("input_ids", ids, vocab_size)
-    return lists, not flat
+    lists = id_prompts("input_ids", given, vocab_size)
+    return lists, not isinstance(given[0], int)
 
 
 def _each[T](name: str, value: T | list[T] | None, count: int) -> list[T | None]:
