@@ -6,9 +6,10 @@ them, as in vLLM: stop_reason, prompt_logprobs, and token ids where asked.
 
 import codecs
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from serving.choice import Choice, Entry, Piece
 from serving.errors import ApiError, error_event
@@ -205,47 +206,57 @@ class _Answer:
         return event(data | (extras or {}))
 
 
-class Shape(Protocol):
+class Shape(ABC):
     """One endpoint's spelling of a choice."""
 
     whole_object: str
     chunk_object: str
-    splices: bool  # events of pieces differ in nothing but the text
+    splices = True  # events of pieces differ in nothing but the text
 
+    def __init__(self, logprobs: LogprobShapes) -> None:
+        self._logprobs = logprobs
+
+    @abstractmethod
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]: ...
 
+    @abstractmethod
     def opening(self, choice: Choice) -> list[dict[str, Any]]: ...
 
+    @abstractmethod
     def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         """None: there is nothing to send yet."""
-        ...
 
     def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         """The last piece, which may be empty."""
-        ...
+        return self.piece(choice, piece) if piece.text or piece.ids or piece.entries else None
 
+    @abstractmethod
     def end(self, choice: Choice) -> dict[str, Any]:
         """The finish reason, without text."""
-        ...
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Further fields, beside `choices`."""
-        ...
+        return {}
 
     def num_thought(self, choices: Sequence[Choice]) -> int | None:
         """Tokens of reasoning; None where reasoning is not told apart from the answer."""
-        ...
+        return None
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """What was asked of the prompt: its ids, its logprobs."""
+        fields: dict[str, Any] = {}
+        if choice.ask.shown.token_ids:
+            fields["prompt_token_ids"] = choice.ask.prompt.ids
+        if (prompt_logprobs := self._logprobs.prompt(choice)) is not None:
+            fields["prompt_logprobs"] = prompt_logprobs
+        return fields
 
 
-class ChatShape:
+class ChatShape(Shape):
     """chat.completion and its chunks."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    splices = True
-
-    def __init__(self, logprobs: LogprobShapes) -> None:
-        self._logprobs = logprobs
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         shown = choice.ask.shown
@@ -272,25 +283,13 @@ class ChatShape:
     def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         return self._item(choice, piece, {"content": piece.text})
 
-    def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        return self.piece(choice, piece) if _has_any(piece) else None
-
     def end(self, choice: Choice) -> dict[str, Any]:
         item = self._item(choice, Piece(), {})
         reason = self._finish_reason(choice)
         return item | {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        first = choices[0]
-        extras: dict[str, Any] = {}
-        if first.ask.shown.token_ids:
-            extras["prompt_token_ids"] = first.ask.prompt.ids
-        if (prompt_logprobs := self._logprobs.prompt(first)) is not None:
-            extras["prompt_logprobs"] = prompt_logprobs
-        return extras
-
-    def num_thought(self, choices: Sequence[Choice]) -> int | None:
-        return None
+        return self._of_prompt(choices[0])
 
     def _message(self, choice: Choice, echoed: str, text: str) -> dict[str, Any]:
         return {"content": echoed + text}
@@ -402,15 +401,14 @@ class _Parsed:
     num_calls: int = 0
 
 
-class CompletionShape:
+class CompletionShape(Shape):
     """text_completion, whole and in chunks."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
-    splices = True
 
     def __init__(self, logprobs: LogprobShapes) -> None:
-        self._logprobs = logprobs
+        super().__init__(logprobs)
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -419,63 +417,38 @@ class CompletionShape:
         if choice.ask.shown.echo:
             text = choice.ask.prompt.text + text
             entries = self._logprobs.echoed(choice) + entries
-        item = self._item(choice, text, entries)
+        item = self._item(choice, text, entries, piece.ids)
         item |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        if choice.ask.shown.token_ids:
-            item["token_ids"] = piece.ids
         return item | self._of_prompt(choice)
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         of_prompt = self._of_prompt(choice)
-        if choice.ask.shown.token_ids:
-            of_prompt["token_ids"] = []
         if not choice.ask.shown.echo:
-            return [self._item(choice, "", []) | of_prompt] if of_prompt else []
+            return [self._item(choice) | of_prompt] if of_prompt else []
         item = self._item(choice, choice.ask.prompt.text, self._logprobs.echoed(choice))
         return [item | of_prompt]
 
     def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        item = self._item(choice, piece.text, piece.entries)
-        if choice.ask.shown.token_ids:
-            item["token_ids"] = piece.ids
-        return item
-
-    def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        return self.piece(choice, piece) if _has_any(piece) else None
+        return self._item(choice, piece.text, piece.entries, piece.ids)
 
     def end(self, choice: Choice) -> dict[str, Any]:
-        item = self._item(choice, "", [])
-        item |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        if choice.ask.shown.token_ids:
-            item["token_ids"] = []
-        return item
+        reasons = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return self._item(choice) | reasons
 
-    def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return {}
-
-    def num_thought(self, choices: Sequence[Choice]) -> int | None:
-        return None
-
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        shown = choice.ask.shown
-        if shown.token_ids:
-            fields["prompt_token_ids"] = choice.ask.prompt.ids
-        if (prompt_logprobs := self._logprobs.prompt(choice)) is not None:
-            fields["prompt_logprobs"] = prompt_logprobs
-        return fields
-
-    def _item(self, choice: Choice, text: str, entries: Sequence[Entry]) -> dict[str, Any]:
+    def _item(
+        self,
+        choice: Choice,
+        text: str = "",
+        entries: Sequence[Entry] = (),
+        token_ids: Sequence[int] = (),
+    ) -> dict[str, Any]:
         index = choice.ask.index
         logprobs = None
         if entries:
             offset = self._offsets.get(index, 0)
             logprobs, self._offsets[index] = self._logprobs.completion(choice, entries, offset)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
-
-
-def _has_any(piece: Piece) -> bool:
-    return bool(piece.text or piece.ids or piece.entries)
+        item = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return item | {"token_ids": token_ids} if choice.ask.shown.token_ids else item
 
 
 def chat_answer(
