@@ -15,53 +15,19 @@ from urllib.parse import unquote
 Schema = dict[str, Any]
 
 # The formats of llguidance 1.9. It refuses others, though in the standard a format only annotates.
-FORMATS: Final = frozenset(
-    [
-        "date",
-        "date-time",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "time",
-        "unknown",
-        "uri",
-        "uuid",
-    ]
-)
+FORMATS: Final = frozenset((
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
+    "uuid",
+))  # fmt: skip
 # Keywords whose schemas apply to the same value as the keywords beside them.
-_IN_PLACE: Final = frozenset(
-    [
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "enum",
-        "const",
-    ]
-)
-_OF_OBJECTS: Final = frozenset(
-    [
-        "properties",
-        "patternProperties",
-        "additionalProperties",
-        "unevaluatedProperties",
-        "propertyNames",
-        "required",
-        "minProperties",
-        "maxProperties",
-    ]
-)
+_IN_PLACE: Final = frozenset((
+    "allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "not", "if", "then", "else",
+    "dependentRequired", "dependentSchemas", "dependencies", "enum", "const",
+))  # fmt: skip
+_OF_OBJECTS: Final = frozenset((
+    "properties", "patternProperties", "additionalProperties", "unevaluatedProperties",
+    "propertyNames", "required", "minProperties", "maxProperties",
+))  # fmt: skip
 _OF_ARRAYS: Final = frozenset(["items", "prefixItems", "additionalItems", "unevaluatedItems"])
 _SPEAKS: Final = _IN_PLACE | _OF_OBJECTS | _OF_ARRAYS
 _ONE_SCHEMA: Final = ("items", "additionalItems", "additionalProperties")
