@@ -64,6 +64,15 @@ class Shape:
         return PAGE_DTYPE_BYTES[self.page_dtype or self.dtype]
 
 
+def _on_cpu(name: str, cfg: ModelConfig, chunk: int = 64) -> Shape:
+    return Shape(name, cfg, "float32", 16, slots=(1, 8), context=128, chunks=(chunk,))
+
+
+def _on_gpu(name: str, cfg: ModelConfig) -> Shape:
+    slots = (1, 16, 64, 256)
+    return Shape(name, cfg, "bfloat16", 64, slots, context=1024, chunks=(2048, 8192))
+
+
 def deepseek_yarn(mscale: float) -> RopeConfig:
     """DeepSeek's rotary settings. mscale: also for mscale_all_dim, so cosines keep their size."""
     grown = 0.1 * mscale * math.log(40.0) + 1.0
@@ -79,9 +88,9 @@ GPT_OSS_YARN = RopeConfig(
     attention_factor=0.1 * math.log(32.0) + 1.0,
 )
 
-DEMO = Shape(
-    name="demo",
-    cfg=ModelConfig(
+DEMO = _on_cpu(
+    "demo",
+    ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=4096,
         hidden_size=256,
@@ -98,41 +107,20 @@ DEMO = Shape(
         qk_norm=True,
         moe_layers=(False,) * 4,
     ),
-    dtype="float32",
-    page_size=16,
-    slots=(1, 8),
-    context=128,
-    chunks=(64,),
 )
 
-DEMO_MOE = Shape(
-    name="demo-moe",
-    cfg=ModelConfig(
+DEMO_MOE = _on_cpu(
+    "demo-moe",
+    replace(
+        DEMO.cfg,
         architecture="Qwen3MoeForCausalLM",
-        vocab_size=4096,
-        hidden_size=256,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        intermediate_size=768,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig("default", 1e6),
         tie_word_embeddings=False,
-        max_position_embeddings=4096,
-        torch_dtype="float32",
-        qk_norm=True,
         num_experts=16,
         num_experts_per_tok=4,
         moe_intermediate_size=192,
         router=RouterConfig(normalise=True),
         moe_layers=(True,) * 4,
     ),
-    dtype="float32",
-    page_size=16,
-    slots=(1, 8),
-    context=128,
-    chunks=(64,),
 )
 
 # As DeepSeek V3 is built: latent attention, experts of the best groups and one that all share.
@@ -186,9 +174,9 @@ DEMO_GPT_OSS = replace(
 
 # Between the demos, which fit into a CPU's caches, and models that need a GPU: 663 MB and 1.1 GB in
 # float32, so that a CPU reads the weights from memory at every step.
-MIDDLE = Shape(
-    name="middle",
-    cfg=replace(
+MIDDLE = _on_cpu(
+    "middle",
+    replace(
         DEMO.cfg,
         vocab_size=8192,
         hidden_size=1024,
@@ -199,16 +187,12 @@ MIDDLE = Shape(
         intermediate_size=3072,
         moe_layers=(False,) * 10,
     ),
-    dtype="float32",
-    page_size=16,
-    slots=(1, 8),
-    context=128,
-    chunks=(128,),
+    chunk=128,
 )
 
-MIDDLE_MOE = Shape(
-    name="middle-moe",
-    cfg=replace(
+MIDDLE_MOE = _on_cpu(
+    "middle-moe",
+    replace(
         DEMO_MOE.cfg,
         vocab_size=8192,
         hidden_size=1024,
@@ -219,16 +203,12 @@ MIDDLE_MOE = Shape(
         moe_intermediate_size=768,
         moe_layers=(True,) * 6,
     ),
-    dtype="float32",
-    page_size=16,
-    slots=(1, 8),
-    context=128,
-    chunks=(128,),
+    chunk=128,
 )
 
-QWEN3_8B = Shape(
-    name="qwen3-8b",
-    cfg=ModelConfig(
+QWEN3_8B = _on_gpu(
+    "qwen3-8b",
+    ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=151936,
         hidden_size=4096,
@@ -244,45 +224,28 @@ QWEN3_8B = Shape(
         qk_norm=True,
         moe_layers=(False,) * 36,
     ),
-    dtype="bfloat16",
-    page_size=64,
-    slots=(1, 16, 64, 256),
-    context=1024,
-    chunks=(2048, 8192),
 )
 
-QWEN3_30B_A3B = Shape(
-    name="qwen3-30b-a3b",
-    cfg=ModelConfig(
+QWEN3_30B_A3B = _on_gpu(
+    "qwen3-30b-a3b",
+    replace(
+        QWEN3_8B.cfg,
         architecture="Qwen3MoeForCausalLM",
-        vocab_size=151936,
         hidden_size=2048,
         num_layers=48,
-        num_heads=32,
         num_kv_heads=4,
-        head_dim=128,
         intermediate_size=6144,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig("default", 1e6),
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
-        qk_norm=True,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         router=RouterConfig(normalise=True),
         moe_layers=(True,) * 48,
     ),
-    dtype="bfloat16",
-    page_size=64,
-    slots=(1, 16, 64, 256),
-    context=1024,
-    chunks=(2048, 8192),
 )
 
-DEEPSEEK_V2_LITE = Shape(
-    name="deepseek-v2-lite",
-    cfg=ModelConfig(
+DEEPSEEK_V2_LITE = _on_gpu(
+    "deepseek-v2-lite",
+    ModelConfig(
         architecture="DeepseekV2ForCausalLM",
         vocab_size=102400,
         hidden_size=2048,
@@ -302,17 +265,12 @@ DEEPSEEK_V2_LITE = Shape(
         shared_intermediate_size=2 * 1408,
         moe_layers=(False,) + (True,) * 26,
     ),
-    dtype="bfloat16",
-    page_size=64,
-    slots=(1, 16, 64, 256),
-    context=1024,
-    chunks=(2048, 8192),
 )
 
 # With the weights as they are once read; in the checkpoint the experts are MXFP4.
-GPT_OSS_20B = Shape(
-    name="gpt-oss-20b",
-    cfg=ModelConfig(
+GPT_OSS_20B = _on_gpu(
+    "gpt-oss-20b",
+    ModelConfig(
         architecture="GptOssForCausalLM",
         vocab_size=201088,
         hidden_size=2880,
@@ -339,11 +297,6 @@ GPT_OSS_20B = Shape(
         swiglu_alpha=1.702,
         moe_layers=(True,) * 24,
     ),
-    dtype="bfloat16",
-    page_size=64,
-    slots=(1, 16, 64, 256),
-    context=1024,
-    chunks=(2048, 8192),
 )
 
 
