@@ -134,7 +134,7 @@ class Runner:
                 if ticket is None:
                     return False
             if timeline is not None:
-                timeline.admitted(now_s())
+                timeline.admitted_s = now_s()
             for place, (ask, sink) in enumerate(zip(request.choices, answer.sinks, strict=True)):
                 spec = GenerationSpec(
                     ask.prompt,
@@ -162,7 +162,7 @@ class Runner:
             return False
         except RequestError as error:
             if timeline is not None:
-                timeline.refused(error.code.value, error.message)
+                timeline.error = (error.code.value, error.message)
             raise self.counted(from_request_error(error)) from error
         except ApiError as error:
             self.counted(error)

@@ -84,24 +84,9 @@ class RequestTimeline:
     ended_s: float | None = None
     error: tuple[str, str] | None = None  # why it was not admitted: code, message
 
-    def admitted(self, now_s: float) -> None:
-        """Its generations were admitted."""
-        self.admitted_s = now_s
-
     def written(self, now_s: Callable[[], float]) -> None:
         """The first event is being sent."""
         self.first_write_s = now_s()
-
-    def refused(self, code: str, message: str) -> None:
-        """No generation of it was started."""
-        self.error = (code, message)
-
-    def ended(self, now_s: float) -> None:
-        """Its answer was sent, or nobody waits for it any more."""
-        self.ended_s = now_s
-        if self.writes is not None:
-            self.num_writes = self.writes.num_writes
-            self.writes = None
 
     @property
     def all_writes(self) -> int:
@@ -148,7 +133,8 @@ class Timelines:
 
     def close(self, request: RequestTimeline) -> None:
         """The request ended: its answer was sent, or nobody waits for it any more."""
-        request.ended(self._clock.monotonic_s())
+        request.ended_s = self._clock.monotonic_s()
+        request.num_writes, request.writes = request.all_writes, None
         self._over.append(request)
         self._num_choices += len(request.choices)
         while self._num_choices > self._most and len(self._over) > 1:

@@ -4,6 +4,7 @@ A worker's offsets are counted from when the submit was sent to it. Its actions 
 later, by at most the time that the call with the submit took.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -15,6 +16,8 @@ from transfer.room import State
 
 Policies = dict[wire.Role, str]
 
+_Since = Callable[[float | None], float | None]  # monotonic seconds to milliseconds
+_Offset = Callable[[int], float | None]  # a worker's offset to the same milliseconds
 _BURDENS = {"prefill": ("queued_tokens", "requests"), "decode": ("used_share", "requests")}
 
 
@@ -25,7 +28,7 @@ def spell(request: RequestTimeline, policies: Policies) -> bytes:
 
 def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
     """The answer before it is JSON. policies: those by which each role's worker is picked."""
-    since = _Since(request.arrival_s)
+    since = _counting_from(request.arrival_s)
     return {
         "request_id": request.request_id,
         "arrival_unix_s": request.arrival_unix_s,
@@ -41,25 +44,8 @@ def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
     }
 
 
-class _Since:
-    """Converts monotonic seconds to milliseconds since start_s."""
-
-    def __init__(self, start_s: float) -> None:
-        self._start_s = start_s
-
-    def __call__(self, time_s: float | None) -> float | None:
-        return None if time_s is None else round((time_s - self._start_s) * 1e3, 3)
-
-
-class _Offsets:
-    """Converts a worker's offsets from sent_s, when its submit was sent, as `since` counts."""
-
-    def __init__(self, sent_s: float, since: _Since) -> None:
-        self._sent_s = sent_s
-        self._since = since
-
-    def __call__(self, offset_us: int) -> float | None:
-        return None if offset_us < 0 else self._since(self._sent_s + offset_us * 1e-6)
+def _counting_from(start_s: float) -> _Since:
+    return lambda time_s: None if time_s is None else round((time_s - start_s) * 1e3, 3)
 
 
 def _state(request: RequestTimeline) -> str:
@@ -130,7 +116,11 @@ def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | N
         "reported": leg.record is not None,
     }
     if leg.record is not None:
-        offset = _Offsets(attempt.began_s if leg.sent_s is None else leg.sent_s, since)
+        sent_s = attempt.began_s if leg.sent_s is None else leg.sent_s
+
+        def offset(offset_us: int) -> float | None:
+            return None if offset_us < 0 else since(sent_s + offset_us * 1e-6)
+
         told |= _prefill(leg.record, offset) if role == "prefill" else _decode(leg.record, offset)
         if "prefill" not in attempt.legs:
             told["cached_tokens"] = leg.record.cached_tokens
@@ -138,35 +128,33 @@ def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | N
     return told
 
 
-def _prefill(record: wire.LegRecord, offset: _Offsets) -> dict[str, Any]:
-    stages = _Stages(record, offset)
+def _prefill(record: wire.LegRecord, offset: _Offset) -> dict[str, Any]:
     queued_us, granted_us = (record.stages.get(s.value, -1) for s in (State.QUEUED, State.GRANTED))
     return {
-        "queued_ms": stages(State.QUEUED),
-        "granted_ms": stages(State.GRANTED),
+        "queued_ms": _entered(record, State.QUEUED, offset),
+        "granted_ms": _entered(record, State.GRANTED, offset),
         "grant_wait_ms": round((granted_us - queued_us) / 1e3, 3) if granted_us >= 0 else None,
         "dp_rank": _rank(record.dp_rank),
         "cached_tokens": record.cached_tokens,
         "chunks": _chunks(record, offset),
-        "first_token_ms": stages(State.SENDING),
+        "first_token_ms": _entered(record, State.SENDING, offset),
         "transfer": _shipment(record.shipment, offset),
-        **_over(record, stages),
+        **_over(record, offset),
     }
 
 
-def _decode(record: wire.LegRecord, offset: _Offsets) -> dict[str, Any]:
-    stages = _Stages(record, offset)
+def _decode(record: wire.LegRecord, offset: _Offset) -> dict[str, Any]:
     return {
-        "queued_ms": stages(State.QUEUED),
-        "reserved_ms": stages(State.RESERVED),
-        "first_pages_ms": stages(State.RECEIVING),
-        "pages_complete_ms": stages(State.READY),
-        "started_ms": stages(State.DECODING),
+        "queued_ms": _entered(record, State.QUEUED, offset),
+        "reserved_ms": _entered(record, State.RESERVED, offset),
+        "first_pages_ms": _entered(record, State.RECEIVING, offset),
+        "pages_complete_ms": _entered(record, State.READY, offset),
+        "started_ms": _entered(record, State.DECODING, offset),
         "first_step_ms": offset(record.first_step_us),
         "dp_rank": _rank(record.dp_rank),
         "prefill_dp_rank": _rank(record.prefill_dp_rank),
         "steps": record.num_steps,
-        **_over(record, stages),
+        **_over(record, offset),
     }
 
 
@@ -174,26 +162,20 @@ def _rank(rank: int) -> int | None:
     return None if rank < 0 else rank
 
 
-class _Stages:
-    """When a leg entered a state."""
-
-    def __init__(self, record: wire.LegRecord, offset: _Offsets) -> None:
-        self._stages = record.stages
-        self._offset = offset
-
-    def __call__(self, state: State) -> float | None:
-        return self._offset(self._stages.get(state.value, -1))
+def _entered(record: wire.LegRecord, state: State, offset: _Offset) -> float | None:
+    """When the leg entered the state."""
+    return offset(record.stages.get(state.value, -1))
 
 
-def _over(record: wire.LegRecord, stages: _Stages) -> dict[str, Any]:
-    over_ms = stages(State.DONE)
+def _over(record: wire.LegRecord, offset: _Offset) -> dict[str, Any]:
+    done_ms, failed_ms = (_entered(record, at, offset) for at in (State.DONE, State.FAILED))
     return {
-        "ended_ms": stages(State.FAILED) if over_ms is None else over_ms,
+        "ended_ms": failed_ms if done_ms is None else done_ms,
         "ending": record.ending or "done",
     }
 
 
-def _chunks(record: wire.LegRecord, offset: _Offsets) -> list[dict[str, Any]]:
+def _chunks(record: wire.LegRecord, offset: _Offset) -> list[dict[str, Any]]:
     names = ("start_ms", "end_ms", "handed_over_ms", "sent_ms")
     return [
         {"tokens": tokens, **dict(zip(names, map(offset, times), strict=True))}
@@ -201,7 +183,7 @@ def _chunks(record: wire.LegRecord, offset: _Offsets) -> list[dict[str, Any]]:
     ]
 
 
-def _shipment(shipment: wire.Shipment | None, offset: _Offsets) -> dict[str, Any] | None:
+def _shipment(shipment: wire.Shipment | None, offset: _Offset) -> dict[str, Any] | None:
     if shipment is None:
         return None
     acked = shipment.acked_us >= 0
