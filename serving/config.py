@@ -14,9 +14,7 @@ from transfer.errors import ConfigError
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
 # In lower case, with nothing after the port. null: the origin of files and sandboxed pages.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^A-Z/?#@\s]+")
-RolePolicy = Literal[
-    "same", "least_load", "round_robin", "random", "power_of_two", "cache_aware"
-]  # same: as --policy
+RolePolicy = Literal["same", Policy]  # same: as --policy
 
 
 @dataclass(frozen=True)

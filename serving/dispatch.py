@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down"
 
-_INFO_TIMEOUT_S = 2.0
-
 
 class Dispatcher:
     """What the HTTP routes know of the cluster. Everything runs on one event loop.
@@ -196,7 +194,7 @@ class Dispatcher:
 
     async def server_info(self) -> dict[str, Any]:
         """What /get_server_info shows; asks every worker, and shows the error if one fails."""
-        answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
+        answers = await self._ask_all(WorkerLink.info)
         workers = [
             {"worker_id": link.worker_id, "error": str(answer)}
             if isinstance(answer, RpcError)
@@ -220,7 +218,7 @@ class Dispatcher:
 
     async def flush_cache(self) -> tuple[bool, str]:
         """Drop every worker's cached prefixes; whether all did, and what they said."""
-        answers = await self._ask_all(lambda link: link.flush())
+        answers = await self._ask_all(WorkerLink.flush)
         flushed = bool(answers)
         messages = []
         for link, answer in answers:
@@ -265,7 +263,7 @@ class Dispatcher:
 
         processes: as of Metrics.render.
         """
-        answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
+        answers = await self._ask_all(WorkerLink.info)
         states = [answer for _, answer in answers if not isinstance(answer, RpcError)]
         self.metrics.set_states(states)
         return self.metrics.render(processes)

@@ -98,7 +98,7 @@ async def while_client_waits[T](
         awaited = work.send(None)
     except StopIteration as end:  # the usual case: a short prompt, and no form that is new
         return cast(T, end.value)
-    working = asyncio.create_task(_rest(work, awaited))
+    working = asyncio.ensure_future(resumed(work, awaited))
     gone = asyncio.create_task(until_disconnected(receive))
     try:
         ended = asyncio.FIRST_COMPLETED
@@ -112,7 +112,3 @@ async def while_client_waits[T](
     finally:
         working.cancel()
         gone.cancel()
-
-
-async def _rest[T](coroutine: Coroutine[Any, Any, T], awaited: Any) -> T:
-    return await resumed(coroutine, awaited)

@@ -90,13 +90,13 @@ class Generation:
     """
 
     __slots__ = (
-        "_decode_key",
         "_early",
         "_num_top",
         "_prefill_key",
         "attempt_start",
         "avoid",
         "deadline_timer",
+        "decode_key",
         "ended",
         "finish",
         "last_token_s",
@@ -125,7 +125,8 @@ class Generation:
         self.timeline = timeline  # None: not recorded
         self.room = 0  # 0 while between attempts
         self.pair: Pair | None = None
-        self._decode_key: Key | None = None  # the pair's, which each row is checked against
+        # The pair's, which each row is checked against; once decode began, only its tokens count.
+        self.decode_key: Key | None = None
         self._prefill_key: Key | None = None
         self.token_ids = array("i")  # a quarter of a list's memory, and nothing to collect
         self.attempt_start = 0  # tokens there were when the current attempt began
@@ -170,13 +171,13 @@ class Generation:
 
     def involves(self, key: Key) -> bool:
         """Whether the current attempt is at that worker."""
-        return self._decode_key == key or self._prefill_key == key
+        return self.decode_key == key or self._prefill_key == key
 
     def begin_attempt(self, room: int, pair: Pair) -> None:
         assert not self.ended, f"room {self.room} ended, it cannot begin another attempt"
         self.room = room
         self.pair = pair
-        self._decode_key = pair.decode_key
+        self.decode_key = pair.decode_key
         self._prefill_key = pair.prefill_key
         self.attempt_start = len(self.token_ids)
         self.unplaced_since_s = None
@@ -201,7 +202,7 @@ class Generation:
         """Forget the room and what came early in it: the next attempt makes it again."""
         self.reclaim()
         self.room = 0
-        self.pair = self._decode_key = self._prefill_key = None
+        self.pair = self.decode_key = self._prefill_key = None
         self._early = None
 
     def submit_message(self, api_id: str) -> wire.Submit:
@@ -230,11 +231,6 @@ class Generation:
             routed_dp_rank=self.pair.decode_rank,
             disagg_prefill_dp_rank=self.pair.prefill_rank,
         )
-
-    @property
-    def decode_key(self) -> Key | None:
-        """The only worker whose tokens count once decode began."""
-        return self._decode_key
 
     def accept(
         self, first_idx: int, ids: list[int], finish: int, detail: Run | None

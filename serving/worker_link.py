@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE_S = 3.0  # a worker sends something every 0.5 s; one silent for this long hangs
 CALL_TIMEOUT_S = 5.0
+_INFO_TIMEOUT_S = 2.0
 MAX_BATCH = 256  # submits in one call
 # Bytes of their token ids, unless one has more: gRPC takes 256 MiB, and a worker must answer in
 # time. 128 choices of one prompt of 524,288 tokens have 256 MiB.
@@ -187,14 +188,14 @@ class WorkerLink:
         if self._attempt is not None and now_s - self.heard_s > SILENCE_S:
             self._attempt.cancel()
 
-    async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.WorkerState:
-        return await self._client.call("Info", wire.Empty(), wire.WorkerState, timeout_s)
+    async def info(self) -> wire.WorkerState:
+        return await self._client.call("Info", wire.Empty(), wire.WorkerState, _INFO_TIMEOUT_S)
 
-    async def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.FlushReply:
-        return await self._client.call("Flush", wire.Empty(), wire.FlushReply, timeout_s)
+    async def flush(self) -> wire.FlushReply:
+        return await self._client.call("Flush", wire.Empty(), wire.FlushReply, CALL_TIMEOUT_S)
 
-    async def drain(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.DrainReply:
-        reply = await self._client.call("Drain", wire.Empty(), wire.DrainReply, timeout_s)
+    async def drain(self) -> wire.DrainReply:
+        reply = await self._client.call("Drain", wire.Empty(), wire.DrainReply, CALL_TIMEOUT_S)
         self.mark_draining()
         return reply
 
