@@ -11,6 +11,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from model.config import ModelConfig
+from model.tokenizer_reading import TokenizerError
 from serving import api_parent
 from serving.app import app_of, create_front
 from serving.config import ServeConfig
@@ -32,7 +33,7 @@ from serving.seat import Seat
 from serving.siblings import Siblings
 from serving.timeline import RequestTimeline
 from serving.timeline_answer import timeline_of
-from serving.tokenizer import Tokenizer, TokenizerError
+from serving.tokenizer import Tokenizer
 from transfer import flags, open_files
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK

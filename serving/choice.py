@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serving.detokenizer import IncrementalDetokenizer
+from serving.detokenizer import IncrementalDetokenizer, StopStrings
 from serving.errors import ApiError
 from serving.generation import FinishReason, Tokens, Top
 from serving.marked_text import TOKEN_SEAL
 from serving.protocol import INLINE_CHARACTERS, ChoiceAsk
-from serving.tokenizer import StopStrings, Tokenizer
+from serving.tokenizer import Tokenizer
 from transfer import wire
 from transfer.errors import BadMessage
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
-from serving.chat_template import RESERVED_KWARGS, until
+from serving.chat_template import RESERVED_KWARGS, ChatTemplateError, until
 from serving.errors import (
     ApiError,
     bad_field,
@@ -18,7 +18,7 @@ from serving.errors import (
     wrong_type,
 )
 from serving.protocol import ServedModel
-from serving.tokenizer import ChatTemplateError, TemplateHabits
+from serving.tokenizer import TemplateHabits
 from transfer.errors import RequestError
 
 _INLINE_PARTS = 32  # messages, parts, tools and the like: up to so many need no thread to render

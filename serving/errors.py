@@ -45,16 +45,13 @@ _STATUS = {
     Code.GONE: 503,
     Code.INTERNAL: 500,
 }
+# Types that are not those of a whole class of statuses: invalid_request_error, and above 499
+# server_error, or api_error in Anthropic's API.
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -103,7 +100,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}, as OpenAI's clients read it."""
-        kind = _TYPES_OF_CODES.get(self.code or "") or _TYPES.get(self.status, "server_error")
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES_OF_CODES.get(self.code or "") or _TYPES.get(self.status, default)
         return {
             "error": {
                 "message": self.message,

@@ -21,22 +21,8 @@ from model.tokenizer_reading import (
     token_text,
 )
 from serving.chat_template import RESERVED_KWARGS, ChatTemplate, ChatTemplateError
-from serving.detokenizer import (
-    IncrementalDetokenizer,
-    StopStrings,
-    TokenTable,
-    WindowDecoder,
-)
+from serving.detokenizer import IncrementalDetokenizer, TokenTable, WindowDecoder
 from transfer.clock import SYSTEM_CLOCK, Clock
-
-__all__ = [
-    "CallForm",
-    "ChatTemplateError",
-    "IncrementalDetokenizer",
-    "StopStrings",
-    "Tokenizer",
-    "TokenizerError",
-]
 
 # Read at each call. Texts come one by one, which the library's threads, one for each processor, do
 # not make faster; where a container allows no more threads, every call would fail.

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from serving.detokenizer import REPLACEMENT, IncrementalDetokenizer, WindowDecoder
-from serving.tokenizer import StopStrings, Tokenizer
+from serving.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopStrings, WindowDecoder
+from serving.tokenizer import Tokenizer
 from tests.serving.test_tokenizer import GOLDENS, sentencepiece_like
 
 STREAMS = json.loads((Path(GOLDENS) / "streams.json").read_text(encoding="utf-8"))["streams"]

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from serving.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer_reading import TokenizerError
+from serving.tokenizer import Tokenizer
 from tests.serving.tokenizer_folders import BOS, EOS, render, set_config
 
 

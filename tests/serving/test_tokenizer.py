@@ -10,8 +10,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
+from model.tokenizer_reading import TokenizerError
 from serving import up
-from serving.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from serving.chat_template import ChatTemplateError
+from serving.tokenizer import Tokenizer
 from tests.serving.tokenizer_folders import BOS, EOS, GOLDENS, render, set_config
 
 
