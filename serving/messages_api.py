@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from serving.arrival import Arrival
 from serving.messages_answers import MessagesAnswer
-from serving.messages_fields import MessagesFields, chat_of, format_name
+from serving.messages_fields import OWN_NAMES, MessagesFields, chat_of, format_name
 from serving.openai_api import ChatReader
 from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
@@ -20,7 +20,7 @@ class MessagesReader(ChatReader):
     def __init__(self, fields: MessagesFields, model: ServedModel) -> None:
         """Raises ApiError if any field is wrong."""
         self.asked = fields
-        self._own_names = {"response_format": format_name(fields), "stop": "stop_sequences"}
+        self._own_names = OWN_NAMES | {"response_format": format_name(fields)}
         with by_own_names(self._own_names):
             super().__init__(chat_of(fields), model)
 

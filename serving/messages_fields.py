@@ -56,7 +56,8 @@ class MessagesFields(ConversationFields, kw_only=True):
     reasoning_effort: Any = None
 
 
-_OF_CHATS = {
+# By the names that chats have for them.
+OWN_NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "reasoning_effort": "output_config.effort",
@@ -78,7 +79,7 @@ def read_messages(body: bytes) -> MessagesFields:
 def read_count(body: bytes) -> MessagesFields:
     """As read_messages; where tokens are only counted, there need not be a max_tokens."""
     fields = read_json(_messages, body)
-    check_as_chat(fields, _OF_CHATS)
+    check_as_chat(fields, OWN_NAMES)
     refuse(fields, ("top_logprobs",))
     if fields.messages is None:
         raise missing_field("messages")
@@ -101,7 +102,7 @@ def chat_of(fields: MessagesFields) -> ChatFields:
     """The chat request that these fields amount to. Raises ApiError for what no chat can have."""
     assert fields.messages is not None, "it was read"
     choice, one_call = _tool_choice(fields.tool_choice)
-    own = {"tools", "tool_choice", "chat_template_kwargs", "continue_final_message", *_OF_CHATS}
+    own = {"tools", "tool_choice", "chat_template_kwargs", "continue_final_message", *OWN_NAMES}
     shared = (name for name in ConversationFields.__struct_fields__ if name not in own)
     messages = messages_of_blocks(fields.messages, fields.system)
     tools = [_chats_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]

@@ -79,6 +79,18 @@ class _Reader[F: OpenAIFields]:
         self._interval = interval_of(fields.stream_interval)
         self._ranks = ranks_of(fields, model)
 
+    def _set_sampling(self, max_tokens: int | None) -> None:
+        """Raises ApiError if a field is wrong. To be called once `_shown` is set."""
+        fields, model = self._fields, self._model
+        self._sampling = sampling_of(
+            fields,
+            model,
+            model.defaults,
+            self._shown,
+            max_tokens=max_tokens,
+            min_tokens=fields.min_tokens,
+        )
+
     def _request(
         self, header: str | None, prompts: list[Prompt], max_new_tokens: list[int], grammar: str
     ) -> Request:
@@ -127,7 +139,7 @@ class CompletionReader(_Reader[CompletionFields]):
             in_range("max_tokens", fields.max_tokens, 1, None)
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, self._drop_output)
-        self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
+        self._set_sampling(fields.max_tokens)
         self._form = form_of(fields, fields.min_tokens, model.eos_ids, model.tokenizer)
         check_room("prompt", len(self._prompts), self._n, model.config)
 
@@ -212,7 +224,7 @@ class ChatReader(_Reader[ChatFields]):
         self.parsing = _parsing(fields, model)
         self._shown = _shown(fields, num_logprobs, drop_output=False)
         self._shown = _with_markers(self._shown, self.parsing, model)
-        self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
+        self._set_sampling(self._max_tokens)
         self._form = self._form_of(fields)
         check_room("messages", 1, self._n, model.config)
         self._messages = messages_of(fields, model)
@@ -353,19 +365,4 @@ def _shown(fields: OpenAIFields, num_logprobs: int, drop_output: bool) -> Shown:
         drop_output=drop_output,
         token_ids=bool(fields.return_token_ids),
         tokens_as_ids=bool(fields.return_tokens_as_token_ids),
-    )
-
-
-def _sampling(
-    fields: OpenAIFields, model: ServedModel, shown: Shown, max_tokens: int | None
-) -> wire.SamplingParams:
-    return sampling_of(
-        fields,
-        model,
-        model.defaults,
-        max_tokens=max_tokens,
-        min_tokens=fields.min_tokens,
-        # The workers make one table of top logprobs for prompt and output.
-        num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
-        prompt_logprobs_start=0 if shown.num_prompt_logprobs >= 0 else -1,
     )

@@ -220,15 +220,8 @@ def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> Sampli
 def _check_defaults(model: ServedModel) -> None:
     """Raises ConfigError for a default that would fail every request that does not override it."""
     try:
-        sampling_of(
-            SamplingFields(),
-            model,
-            model.defaults,
-            max_tokens=None,
-            min_tokens=None,
-            num_top_logprobs=-1,
-            prompt_logprobs_start=-1,
-        )
+        fields = SamplingFields()
+        sampling_of(fields, model, model.defaults, Shown(), max_tokens=None, min_tokens=None)
     except ApiError as error:
         file = model.config.model_path / "generation_config.json"
         raise ConfigError(f"{file}: {error}") from error
@@ -268,11 +261,10 @@ def sampling_of(
     fields: SamplingFields,
     model: ServedModel,
     defaults: SamplingDefaults,
+    shown: Shown,
     *,
     max_tokens: int | None,
     min_tokens: int | None,
-    num_top_logprobs: int,
-    prompt_logprobs_start: int,
     min_name: str = "min_tokens",
 ) -> wire.SamplingParams:
     """The parameters, checked. max_new_tokens and seed are left out: they depend on the choice.
@@ -303,8 +295,9 @@ def sampling_of(
         logit_bias=_logit_bias(fields.logit_bias, model.vocab_size),
         stop_token_ids=_stop_token_ids(fields, model),
         min_tokens=in_range(min_name, min_tokens, 0, None),
-        num_top_logprobs=num_top_logprobs,
-        prompt_logprobs_start=prompt_logprobs_start,
+        # The workers make one table of top logprobs for prompt and output.
+        num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
+        prompt_logprobs_start=shown.prompt_logprobs_start if shown.num_prompt_logprobs >= 0 else -1,
     )
     if max_tokens is not None and min_tokens > max_tokens:
         raise bad_field(min_name, f"{min_tokens} is more than the most tokens asked, {max_tokens}")

@@ -9,16 +9,9 @@ from serving.openai_api import ChatReader
 from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
 from serving.responses_answers import ResponsesAnswer
-from serving.responses_fields import ResponsesFields, chat_of, places_of_parameters
+from serving.responses_fields import OWN_NAMES, ResponsesFields, chat_of, places_of_parameters
 from serving.stream import Spelling
 from transfer.clock import Clock
-
-# Fields of a chat, as error messages name them, and what they are called here.
-_NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format": "text.format",
-}
 
 
 class ResponsesReader(ChatReader):
@@ -29,12 +22,12 @@ class ResponsesReader(ChatReader):
     def __init__(self, fields: ResponsesFields, model: ServedModel) -> None:
         """Raises ApiError if any field is wrong."""
         self.asked = fields
-        with by_own_names(_NAMES), _untruncated(fields):
+        with by_own_names(OWN_NAMES), _untruncated(fields):
             super().__init__(chat_of(fields), model)
 
     async def finish(self, request_id: str | None) -> Request:
         """As ChatReader."""
-        with by_own_names(_NAMES), _untruncated(self.asked):
+        with by_own_names(OWN_NAMES), _untruncated(self.asked):
             return await super().finish(request_id)
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:

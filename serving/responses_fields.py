@@ -86,7 +86,8 @@ class ResponsesFields(ConversationFields, kw_only=True):
     reasoning_effort: Any = None
 
 
-_OF_CHATS = {
+# By the names that chats have for them.
+OWN_NAMES = {
     "logprobs": f"include: {LOGPROBS}",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -100,7 +101,7 @@ _responses = msgspec.json.Decoder(ResponsesFields)
 def read_responses(body: bytes) -> ResponsesFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_responses, body)
-    check_as_chat(fields, _OF_CHATS)
+    check_as_chat(fields, OWN_NAMES)
     if fields.input is None:
         raise missing_field("input")
     if fields.truncation not in (None, "auto", "disabled"):
@@ -119,7 +120,7 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
     _check_namespaces(fields)
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     assert fields.input is not None, "it was read"
-    own = {"tools", "tool_choice", *_OF_CHATS}
+    own = {"tools", "tool_choice", *OWN_NAMES}
     shared = (name for name in ConversationFields.__struct_fields__ if name not in own)
     return ChatFields(
         **{name: getattr(fields, name) for name in shared},

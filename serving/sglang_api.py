@@ -160,12 +160,9 @@ class GenerateReader:
             params,
             self._model,
             SamplingDefaults(),
+            shown,
             max_tokens=max_new,
             min_tokens=params.min_new_tokens,
-            num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
-            prompt_logprobs_start=(
-                shown.prompt_logprobs_start if shown.num_prompt_logprobs >= 0 else -1
-            ),
             min_name=MIN_NAME,
         )
 
