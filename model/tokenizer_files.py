@@ -22,6 +22,7 @@ from model.tokenizer_reading import (
     token_text,
 )
 
+_SENTENCEPIECE_FILE = "tokenizer.model"
 # Classes whose flags decide which tokens surround a text, whatever tokenizer.json has, which is
 # nothing in DeepSeek's checkpoints. Other classes ignore the same flags. Source:
 # huggingface/transformers 4: src/transformers/models/llama/tokenization_llama_fast.py.
@@ -61,6 +62,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     file = folder / "tokenizer.json"
     if (folder / TIKTOKEN_FILE).exists() and not file.exists():
         return TokenizerFiles(read_tiktoken(folder, config), config, _BYTE_LEVEL, sorts_tools=True)
+    if not file.exists() and (folder / _SENTENCEPIECE_FILE).exists():
+        raise TokenizerError(
+            f"{folder} has {_SENTENCEPIECE_FILE} alone, and tokenizer.json is needed; transformers "
+            "writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
     text = read_text(file)
     try:
         backend = tokenizers.Tokenizer.from_str(text)

@@ -180,6 +180,12 @@ def test_truncation_and_padding_left_in_the_file_are_off(folder, tokenizer):
     assert Tokenizer.from_dir(folder).encode(text) == tokenizer.encode(text)
 
 
+def test_a_checkpoint_with_a_tokenizer_of_sentencepiece_alone_says_how_to_make_ours(folder):
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(TokenizerError, match=r"has tokenizer.model alone.*save_pretrained"):
+        Tokenizer.from_dir(folder)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
     file = folder / name
