@@ -24,6 +24,7 @@ PURE_NAMES = frozenset(
         "room",
         "router",
         "layout",
+        "leases",
         "eplb",
         "admission",
         "prefix_cache",

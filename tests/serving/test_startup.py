@@ -36,9 +36,10 @@ from tests.serving.commands import (
 )
 from tests.transfer.children import ROOT
 from transfer import flags
-from transfer.bootstrap import Leases, RegistryClient
+from transfer.bootstrap import RegistryClient
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError, Incompatible
+from transfer.leases import Leases
 from transfer.rpc import Security
 from transfer.wire import KVSpecMessage, WorkerInfo
 

@@ -9,6 +9,7 @@ import pytest
 
 from model.config import PAGE_DTYPE_BYTES, KVSpec
 from transfer import wire
+from transfer.leases import Leases
 from transfer.nixl_agent import PACKAGES
 from transfer.rpc import Security
 
@@ -76,3 +77,8 @@ def sharded(pages: np.ndarray, stored_heads: int, shards: int, dtype: Any) -> li
     """What each of `shards` shards stores of logical pages, heads repeated to stored_heads."""
     stored = np.repeat(pages, stored_heads // pages.shape[4], axis=4)
     return [np.ascontiguousarray(part).view(dtype) for part in np.split(stored, shards, axis=4)]
+
+
+def names(leases: Leases) -> list[tuple[str, int]]:
+    """Who is alive, by name, with its epoch."""
+    return [(member.info.worker_id, member.epoch) for member in leases.view().members]

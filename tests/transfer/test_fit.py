@@ -14,10 +14,11 @@ from tests.model.harness import GOLDENS, open_plainly
 from tests.transfer.children import ROOT
 from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
 from transfer import bootstrap, wire
-from transfer.bootstrap import Leases, RegistryClient, RegistryServer
+from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Incompatible, Unauthenticated, Unavailable
 from transfer.flags import TOKEN_ENV
+from transfer.leases import Leases
 from transfer.rpc import RpcServer, Security
 
 MODEL = GOLDENS / "llama" / "model"

@@ -6,18 +6,15 @@ import contextlib
 import pytest
 
 from tests.recording import until
-from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
+from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker, names
 from transfer import wire
-from transfer.bootstrap import Leases, RegistryClient, RegistryServer
+from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Superseded, Unavailable
+from transfer.leases import Leases
 
 TTL_S = 3.0
 OLD, NEW = 3, 7  # epochs
-
-
-def names(leases: Leases) -> list[tuple[str, int]]:
-    return [(member.info.worker_id, member.epoch) for member in leases.view().members]
 
 
 def a_beat(epoch: int) -> wire.Heartbeat:
