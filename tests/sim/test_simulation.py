@@ -262,7 +262,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (DecodeScheduler, "plan", _drafts_for_which_there_is_no_page),
         (Ranks, "add", _ranks_as_it_likes),
         (PrefillScheduler, "keep_back", _kept_back_for_good),
-        (PrefixCache, "_chain", _one_salt_for_all),
+        (PrefixCache, "chain", _one_salt_for_all),
         (Sharing, "cached", _no_limit_to_reuse),
         (PrefillWorker, "handle", _deaf_to(ApiGone)),
         (DecodeWorker, "handle", _deaf_to(ApiGone)),
