@@ -9,7 +9,7 @@ from decode.rings import ringed_window
 from model.buckets import DecodeBuckets, PrefillBuckets, decode_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
 from transfer.choice import check_staging
-from transfer.role import PoolFacts, open_configured
+from transfer.opened import PoolFacts, open_configured
 
 
 class Built(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from decode.admission import Seat
 from model.buckets import pages_for
-from transfer.role import PoolFacts
+from transfer.opened import PoolFacts
 
 
 def ringed_window(facts: PoolFacts, local_tokens: int) -> int:

@@ -39,16 +39,12 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
 from transfer.inbound import Receiver
+from transfer.opened import PoolFacts
 from transfer.pages import PagePool
 from transfer.ports import bind
-from transfer.prefix_cache import Sharing, reusable_tokens
+from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens
 from transfer.prompt_logprobs import CollectedLogprobs
-from transfer.role import (
-    PoolFacts,
-    RoleWorker,
-    describe,
-    flush_caches,
-)
+from transfer.role import RoleWorker, describe
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import Security

@@ -4,7 +4,7 @@ from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
 from prefill.config import PrefillConfig
 from prefill.engine import PrefillEngine
-from transfer.role import open_configured
+from transfer.opened import open_configured
 
 
 def build_engine(

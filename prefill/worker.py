@@ -33,11 +33,12 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code, Incompatible
 from transfer.layout import HeadRun, plan_heads
+from transfer.opened import PoolFacts
 from transfer.outbound import Sender
 from transfer.pages import PagePool
-from transfer.prefix_cache import PrefixCache
+from transfer.prefix_cache import PrefixCache, flush_caches
 from transfer.prompt_logprobs import CollectedLogprobs
-from transfer.role import PoolFacts, RoleWorker, describe, flush_caches
+from transfer.role import RoleWorker, describe
 from transfer.room import Room, Side, State
 from transfer.route_feeds import RoutePublisher
 from transfer.rpc import RpcServer, Security

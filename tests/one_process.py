@@ -21,9 +21,9 @@ from prefill.shipping import Shipping
 from tests.model.harness import open_plainly
 from transfer import wire
 from transfer.grammars import Constraint, Grammars, Outcome
+from transfer.opened import PoolFacts
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
-from transfer.role import PoolFacts
 
 PAGE_SIZE = 16
 CONTEXT = 512

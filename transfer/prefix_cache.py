@@ -13,6 +13,7 @@ from itertools import islice
 
 import numpy as np
 
+from transfer import wire
 from transfer.pages import PagePool
 
 
@@ -166,3 +167,13 @@ class PrefixCache:
     def _touch(self, chain: Sequence[bytes]) -> None:
         for digest in reversed(chain):
             self._pages.move_to_end(digest)
+
+
+def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
+    """Evict the cached pages that no running request holds. Returns the answer to Flush."""
+    flushed = sum(cache.flush() for cache in caches)
+    left = sum(map(len, caches))
+    message = f"{flushed} pages flushed"
+    if left:
+        message += f", {left} kept: running requests hold them"
+    return wire.FlushReply(flushed=left == 0, message=message)

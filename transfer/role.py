@@ -13,8 +13,7 @@ import numpy as np
 from model import members, processors
 from model.calls import Calls
 from model.chunks import ChunkInFlight
-from model.executables import ExecutableCache
-from model.opening import BeforeWeights, OpenedModel, on_cpu, open_model
+from model.opening import OpenedModel, on_cpu
 from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
@@ -27,8 +26,8 @@ from transfer.grammars import Grammars, Outcome
 from transfer.group import CAUSE_S, Follow, Leader, join
 from transfer.held import HeldRoom
 from transfer.meeting import Meeting
+from transfer.opened import PoolFacts
 from transfer.ports import host_port
-from transfer.prefix_cache import PrefixCache
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.shm import host_identity
@@ -394,70 +393,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             grants_waiting=grants_waiting,
             devices=self._devices,
         )
-
-
-@dataclass(frozen=True)
-class PoolFacts:
-    """What a worker's bookkeeping needs to know of the model."""
-
-    page_size: int
-    context_length: int
-    logical_kv_heads: int
-    stored_kv_heads: int
-    window: int = 0  # positions seen by windowed layers with pages of their own; 0: none have any
-
-    @staticmethod
-    def of(opened: OpenedModel) -> "PoolFacts":
-        return PoolFacts(
-            opened.kv.page_size,
-            opened.context_length,
-            opened.logical_kv_heads,
-            opened.kv.num_kv_heads,
-            opened.model.cfg.sliding_window if opened.kv.groups > 1 else 0,
-        )
-
-    @property
-    def groups(self) -> int:
-        """See model.config.KVSpec."""
-        return 2 if self.window else 1
-
-    def request_limit(self, num_pages: int) -> int:
-        """Most tokens of one request, prompt and output."""
-        return min(self.context_length, num_pages * self.page_size)
-
-
-def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
-    """Evict the cached pages that no running request holds. Returns the answer to Flush."""
-    flushed = sum(cache.flush() for cache in caches)
-    left = sum(map(len, caches))
-    message = f"{flushed} pages flushed"
-    if left:
-        message += f", {left} kept: running requests hold them"
-    return wire.FlushReply(flushed=left == 0, message=message)
-
-
-def open_configured(
-    config: WorkerConfig, chunk_size: int, before_weights: BeforeWeights
-) -> OpenedModel:
-    """Load the model that the flags name. Raises ModelError as early as it can."""
-    opened = open_model(
-        config.model_path,
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-        tp_size=config.tp_size,
-        ep_size=config.ep_size,
-        page_size=config.page_size,
-        context_length=config.context_length,
-        chunk_size=chunk_size,
-        fraction=config.mem_fraction_static,
-        max_total_tokens=config.max_total_tokens,
-        dp_size=config.dp_size,
-        placing=config.placing,
-        quantization=config.quantization,
-        load_format=config.load_format,
-        before_weights=before_weights,
-    )
-    return dataclasses.replace(opened, kept=ExecutableCache.beside_compiled())
 
 
 def describe(

@@ -14,8 +14,8 @@ from model.buckets import Drafting
 from tests.model.checkpoints import write_config
 from tests.model.harness import GOLDENS
 from tests.one_process import OneProcess
+from transfer.opened import PoolFacts
 from transfer.pages import PagePool
-from transfer.role import PoolFacts
 from transfer.wire import SamplingParams
 
 PAGE, RING = 4, 3

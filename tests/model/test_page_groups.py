@@ -25,7 +25,7 @@ from tests.model.harness import (
     i32,
     open_plainly,
 )
-from transfer.role import PoolFacts
+from transfer.opened import PoolFacts
 
 PATH = GOLDENS / "gpt_oss" / "model"
 CFG = ModelConfig.from_dir(PATH)

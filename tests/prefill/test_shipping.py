@@ -11,7 +11,7 @@ from model.buckets import pages_for, touched_pages
 from model.pieces import Piece
 from prefill.scheduler import Prompt
 from prefill.shipping import Shipping, pages_to_ship
-from transfer.role import PoolFacts
+from transfer.opened import PoolFacts
 
 PAGE = 4
 

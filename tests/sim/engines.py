@@ -19,7 +19,7 @@ from model.pieces import Piece
 from model.sampling import NUM_TOP, SampleOut
 from prefill.scheduler import Prompt
 from tests.sim.network import FIRST_ID, START, chain, draw, extend, kv_of
-from transfer.role import PoolFacts
+from transfer.opened import PoolFacts
 from transfer.wire import SamplingParams
 
 

@@ -19,8 +19,8 @@ from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
 from transfer.clock import Clock
+from transfer.opened import PoolFacts
 from transfer.replies import Replies
-from transfer.role import PoolFacts
 from transfer.room import LEGAL, Room, Side, State
 from transfer.rpc import Security
 from transfer.worker import ApiGone, Worker

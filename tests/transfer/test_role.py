@@ -13,7 +13,8 @@ from tests.sim.alone import Alone
 from tests.sim.grammars import SimGrammars
 from tests.transfer.samples import KV
 from transfer import wire
-from transfer.role import PoolFacts, describe
+from transfer.opened import PoolFacts
+from transfer.role import describe
 from transfer.worker_config import WorkerConfig
 
 
