@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from decode.config import DecodeConfig
 from transfer import flags
 from transfer.collector import rest_while_starting
+from transfer.worker_config import WORKER_HELP
 
 
 def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
@@ -13,7 +14,7 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     parser = flags.Parser(
         prog=prog, description="start a decode worker, which receives pages and draws tokens"
     )
-    flags.add_flags(parser, DecodeConfig, flags.WORKER_HELP)
+    flags.add_flags(parser, DecodeConfig, WORKER_HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
     config = flags.config_from(DecodeConfig, args)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from prefill.config import PrefillConfig
 from transfer import flags
 from transfer.collector import rest_while_starting
+from transfer.worker_config import WORKER_HELP
 
 
 def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
@@ -14,7 +15,7 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
         prog=prog,
         description="start a prefill worker, which computes prompts and sends their pages",
     )
-    flags.add_flags(parser, PrefillConfig, flags.WORKER_HELP)
+    flags.add_flags(parser, PrefillConfig, WORKER_HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
     config = flags.config_from(PrefillConfig, args)

@@ -29,7 +29,7 @@ from serving.listening import Address, claimed, refuse_two_addresses
 from transfer import flags, terminal
 from transfer.errors import ConfigError
 from transfer.flag_names import flag_name
-from transfer.worker_config import ANY_PROMPT, WorkerConfig
+from transfer.worker_config import ANY_PROMPT, WORKER_HELP, WorkerConfig
 
 _PROBE_TIMEOUT_S = 5.0
 
@@ -100,7 +100,7 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
     flags.add_flags(
         both,
         WorkerConfig,
-        flags.WORKER_HELP,
+        WORKER_HELP,
         skip=(*_SHARED, *_FILLED_IN, "max_queued_requests", "drain_timeout_s"),
         optional=[field.name for field in fields(WorkerConfig)],
     )
@@ -111,12 +111,12 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
             f"in {', '.join(map(flag_name, _ALIKE))}, which have no such form.",
         )
         skip = (*_SHARED, *_ALIKE, *_FILLED_IN, "data_host", "data_port")
-        flags.add_flags(group, config, flags.WORKER_HELP, prefix=role, skip=skip)
+        flags.add_flags(group, config, WORKER_HELP, prefix=role, skip=skip)
         own = {field.name for field in fields(config)} - {f.name for f in fields(WorkerConfig)}
         flags.add_flags(
             group,
             config,
-            flags.WORKER_HELP,
+            WORKER_HELP,
             skip=[f.name for f in fields(config) if f.name not in own or f.name in skip],
             optional=list(own),
         )

@@ -1,4 +1,4 @@
-"""The configuration that prefill and decode workers share, and its validation."""
+"""The configuration that prefill and decode workers share, its validation, and what flags mean."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -197,3 +197,93 @@ def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
             f"--ep-size {ep_size} is above --tp-size {tp_size}: data-parallel ranks then share the "
             f"experts, and it must be --dp-size {dp_size} times a divisor of the tp size"
         )
+
+
+# Of all flags of both roles; each role has fields of its own besides those above.
+WORKER_HELP = {
+    "model_path": "checkpoint folder: Hugging Face layout, or made by `kvferry convert`",
+    "registry_address": "host:port of the registry",
+    "host": "address to listen on, by which peers reach this process",
+    "port": "port to listen on; 0 picks one",
+    "worker_id": "name in the cluster; '': made from role, host and port",
+    "served_model_name": "model name in the log and in /get_server_info; '': the folder's name; in "
+    "the API the model has the name that `serve` is given",
+    "load_format": "auto: load the folder's weights; dummy: make random ones, to measure speed",
+    "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
+    "context_length": "maximum tokens of a request, prompt and output; 0: the model's (at most "
+    "4096 on CPU)",
+    "cpu_threads": "number of XLA threads, at least one per device; 0: on CPU, one for a hidden "
+    "size of at most 256, else one for each processor that this process may use (affinity and "
+    "container quota)",
+    "tp_size": "devices that share each layer, in each data-parallel rank (virtual ones on CPU)",
+    "ep_size": "parts into which the experts are divided: a divisor of --tp-size if each "
+    "data-parallel rank has its own experts; if the ranks share them, --dp-size times a divisor, "
+    "and above --tp-size",
+    "ep_num_redundant_experts": "copies of experts that each layer has in addition; the experts "
+    "chosen by most rows are copied, to other parts",
+    "init_expert_location": "where experts are placed at the start: trivial, or a JSON file with "
+    "physical_to_logical_map or logical_count",
+    "enable_eplb": "count the rows that choose each expert, and move experts while serving so that "
+    "all parts get about as many rows",
+    "expert_distribution_file": "file to which the rows of each expert are written whenever they "
+    "are counted; --init-expert-location reads such a file; '': none",
+    "eplb_rebalance_num_iterations": "number of steps or chunks between two placements of the "
+    "experts",
+    "eplb_rebalance_layers_per_chunk": "number of layers whose experts move between two steps or "
+    "chunks; 0: all",
+    "eplb_min_rebalancing_utilization_threshold": "leave a layer as it is if its mean part has at "
+    "least this share of the rows of its fullest part",
+    "dp_size": "number of data-parallel ranks, each with --tp-size devices and its own pages",
+    "nnodes": "number of processes, possibly on several hosts, whose devices form one mesh; start "
+    "each with the same flags and its own --node-rank",
+    "node_rank": "which of the --nnodes processes this is; 0 leads and is the only one that others "
+    "see",
+    "dist_init_addr": "host:port where node 0 waits for the other nodes; for --nnodes above 1",
+    "page_size": "tokens in a page; 0: 16 on CPU, else 64",
+    "max_total_tokens": "tokens in the page pool of each data-parallel rank; 0: as many as fit in "
+    "memory",
+    "mem_fraction_static": "share of memory for weights, scratch and pages, on CPU of free memory "
+    "and beside the weights; 0: 0.85, on CPU 0.1, or up to 0.3 if four full contexts need more",
+    "kv_cache_dtype": "type of pages; auto: that of --dtype; fp8_e4m3: one byte a value",
+    "quantization": "type of the layers' weights in memory. none: --dtype; fp8, int8: one byte "
+    "each, kept as published if already quantised, else rounded; auto: quantised weights are kept "
+    "as published on CPU, all others have --dtype",
+    "max_queued_requests": "maximum number of requests held, running ones included",
+    "disaggregation_transfer_backend": "how pages travel. auto: shared memory within a host, else "
+    "tcp; shm: shared memory only; nixl: RDMA or UCX, by an optional package",
+    "max_frame_bytes": "maximum bytes of pages sent as one frame",
+    "drain_timeout_s": "seconds in which a worker told to leave (SIGTERM, POST /drain) may finish "
+    "the requests that it has",
+    "stall_timeout_s": "seconds without progress after which a data connection counts as lost",
+    "watchdog_timeout_s": "seconds without progress of its loop, or at one grammar, after which "
+    "the process writes where it hangs and exits; must be longer than a chunk or a step takes; "
+    "0: it never does",
+    "chunked_prefill_size": "maximum prompt tokens computed at once; 0: 512 on CPU, else 8192, or "
+    "2048 where decode computes prompts",
+    "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",
+    "transfer_connections": "maximum number of data connections to each decode worker; 0: one for "
+    "each two processors that this process may use (affinity and container quota), at most 2",
+    "transfer_queue_bytes": "bytes of pages that may wait in host memory for one decode worker; "
+    "while more wait, its prompts are not computed",
+    "disable_radix_cache": "do not reuse the pages of prefixes computed before",
+    "load_balance_method": "how a prompt is given to one of the data-parallel ranks that have room",
+    "max_running_requests": "slots: maximum number of requests decoded at once, over all "
+    "data-parallel ranks; 0: 16 on CPU, else 256, for each rank",
+    "local_prefill_tokens": "maximum tokens of a prompt that decode computes itself, without "
+    "prefill; 0: none, -1: any prompt",
+    "headroom_pages": "pages that must stay free for running requests to grow when another is let "
+    "in",
+    "speculative_algorithm": "how a step drafts tokens; a draft counts only if the step draws that "
+    "very token. NGRAM: drafts are what followed the last tokens where these occurred before",
+    "speculative_num_draft_tokens": "maximum tokens drafted for a slot in a step; a step of "
+    "several slots of a rank drafts only if their number, rounded up to a power of two, times "
+    "(1 + drafts) is at most the slots of the rank (see --max-running-requests)",
+    "speculative_ngram_min_match_window_size": "minimum number of last tokens that must have "
+    "occurred before",
+    "speculative_ngram_max_match_window_size": "maximum number of last tokens that are compared; "
+    "the longest match is used",
+    "data_host": "address on which pages are received; '': that of --host",
+    "data_port": "port on which pages are received; 0 picks one",
+    "transfer_staging_bytes": "maximum bytes of memory for each data connection from this "
+    "host, and for each with nixl; 0: 128 MiB, or four frames for each shard if that is more",
+}

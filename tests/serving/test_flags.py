@@ -20,10 +20,10 @@ from transfer import flags, logs
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.flag_names import _ELSEWHERE, flag_name
 from transfer.rpc import Security
+from transfer.worker_config import WORKER_HELP
 
 HELP: dict[type[Any], dict[str, str]] = {
-    PrefillConfig: flags.WORKER_HELP,
-    DecodeConfig: flags.WORKER_HELP,
+    **dict.fromkeys((PrefillConfig, DecodeConfig), WORKER_HELP),
     ServeConfig: api.HELP,
     RegistryConfig: registry.HELP,
 }
