@@ -44,7 +44,7 @@ from transfer.pages import PagePool
 from transfer.ports import bind
 from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens
 from transfer.prompt_logprobs import CollectedLogprobs
-from transfer.role import RoleWorker, describe
+from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import Security
@@ -82,9 +82,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         # The receiver listens when all is loaded and compiled: a port that is taken is told now.
         bind(config.data_host or config.host, config.data_port, DATA_FLAGS).close()
         self.meet()
-        engine, opened, rank_slots, local, ring_pages = build_engine(
-            config, lambda opened: self.check_fit(describe(self, opened, "", 0))
-        )
+        engine, opened, rank_slots, local, ring_pages = build_engine(config, self.check_fit)
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(
@@ -109,7 +107,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             local_prefill_tokens=local_tokens,
             chunked_prefill_size=local.tokens[-1] if local is not None else 0,
         )
-        info = describe(self, opened, data_address, engine.num_pages)
+        info = self.described(opened, data_address, engine.num_pages)
         return msgspec.structs.replace(info, local_prefill_tokens=local_tokens)
 
     def assemble(

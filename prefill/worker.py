@@ -38,7 +38,7 @@ from transfer.outbound import Sender
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, flush_caches
 from transfer.prompt_logprobs import CollectedLogprobs
-from transfer.role import RoleWorker, describe
+from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
 from transfer.route_feeds import RoutePublisher
 from transfer.rpc import RpcServer, Security
@@ -92,9 +92,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         self.meet()
-        engine, opened, buckets = build_engine(
-            config, lambda opened: self.check_fit(describe(self, opened, "", 0))
-        )
+        engine, opened, buckets = build_engine(config, self.check_fit)
         log.info("memory: %s", engine.plan)
         connections = config.transfer_connections or default_connections()
         sender = open_sender(
@@ -114,7 +112,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             chunked_prefill_size=buckets.tokens[-1],
             transfer_connections=connections,
         )
-        return describe(self, opened, "", engine.num_pages)
+        return self.described(opened, num_pages=engine.num_pages)
 
     def assemble(
         self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: Sender

@@ -1,5 +1,6 @@
 """What both roles have in common: holding rooms, telling first tokens, ending rooms, reporting."""
 
+import asyncio
 import dataclasses
 import logging
 from abc import abstractmethod
@@ -53,7 +54,7 @@ class GrammarReady:
 class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     """Owner of the rooms that one worker holds: the engine thread alone changes them.
 
-    `meet`, `lead` and `resolved` are parts of the build, when there are no rooms yet.
+    `meet`, `check_fit`, `lead` and `resolved` are parts of the build, when there are no rooms yet.
     """
 
     side: Side
@@ -122,6 +123,16 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         if self._leader is not None:
             assert self._loop is not None
             join(self.config, self.role, self._meeting.all_came, self._loop)
+
+    def check_fit(self, opened: OpenedModel) -> None:
+        """Raise Incompatible if the registry would refuse this worker with such a model.
+
+        Called before the work that takes minutes. Passes where there is no registry yet.
+        """
+        assert self._loop is not None
+        assert self._registry is not None
+        asked = self._registry.check_fit(self.described(opened))
+        asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
     def register_methods(self, server: RpcServer) -> None:
         if self._leader is not None:
@@ -363,6 +374,37 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self.config = dataclasses.replace(self.config, **known, **more)
         flags.log_config(self.config)
 
+    def described(
+        self, opened: OpenedModel, data_address: str = "", num_pages: int = 0
+    ) -> wire.WorkerInfo:
+        """How this worker presents itself to the registry."""
+        kv, config = opened.kv, self.config
+        return wire.WorkerInfo(
+            worker_id=self.worker_id(),
+            role=self.role,
+            address=host_port(self.host, self.port),
+            data_address=data_address,
+            model_name=config.model_name,
+            model_digest=opened.digest,
+            kv_spec=wire.KVSpecMessage(
+                num_layers=kv.num_layers,
+                num_kv_heads=opened.logical_kv_heads,
+                head_dim=kv.head_dim,
+                page_size=kv.page_size,
+                dtype=kv.dtype,
+                planes=kv.planes,
+                groups=kv.groups,
+            ),
+            tp_size=config.tp_size,
+            dp_size=config.dp_size,
+            context_length=opened.context_length,
+            max_request_tokens=PoolFacts.of(opened).request_limit(num_pages),
+            stored_kv_heads=kv.num_kv_heads,
+            dtype=opened.model.dtype.name,
+            transfer_backend=config.disaggregation_transfer_backend,
+            host_identity=host_identity(),
+        )
+
     def described_state(
         self,
         pages_held: int,
@@ -393,36 +435,3 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             grants_waiting=grants_waiting,
             devices=self._devices,
         )
-
-
-def describe(
-    worker: RoleWorker[Any, Any], opened: OpenedModel, data_address: str, num_pages: int
-) -> wire.WorkerInfo:
-    """How a worker of either role presents itself to the registry."""
-    config: WorkerConfig = worker.config
-    kv = opened.kv
-    return wire.WorkerInfo(
-        worker_id=worker.worker_id(),
-        role=worker.role,
-        address=host_port(worker.host, worker.port),
-        data_address=data_address,
-        model_name=config.model_name,
-        model_digest=opened.digest,
-        kv_spec=wire.KVSpecMessage(
-            num_layers=kv.num_layers,
-            num_kv_heads=opened.logical_kv_heads,
-            head_dim=kv.head_dim,
-            page_size=kv.page_size,
-            dtype=kv.dtype,
-            planes=kv.planes,
-            groups=kv.groups,
-        ),
-        tp_size=config.tp_size,
-        dp_size=config.dp_size,
-        context_length=opened.context_length,
-        max_request_tokens=PoolFacts.of(opened).request_limit(num_pages),
-        stored_kv_heads=kv.num_kv_heads,
-        dtype=opened.model.dtype.name,
-        transfer_backend=config.disaggregation_transfer_backend,
-        host_identity=host_identity(),
-    )

@@ -127,16 +127,6 @@ class Worker(ABC):
     def build(self) -> wire.WorkerInfo:
         """Load, compile, open the data plane (a thread of its own, before ready)."""
 
-    def check_fit(self, info: wire.WorkerInfo) -> None:
-        """Raise Incompatible if the registry would refuse such a worker (build thread).
-
-        `build` calls it before the work that takes minutes. Passes where there is no registry yet.
-        """
-        assert self._loop is not None
-        assert self._registry is not None
-        asked = self._registry.check_fit(info)
-        asyncio.run_coroutine_threadsafe(asked, self._loop).result()
-
     @abstractmethod
     def handle(self, event: Any) -> None:
         """Apply one event (engine thread)."""

@@ -14,7 +14,7 @@ from tests.sim.grammars import SimGrammars
 from tests.transfer.samples import KV
 from transfer import wire
 from transfer.opened import PoolFacts
-from transfer.role import describe
+from transfer.role import RoleWorker
 from transfer.worker_config import WorkerConfig
 
 
@@ -37,7 +37,7 @@ def test_a_worker_tells_all_of_its_pages_and_counts_heads_without_copies() -> No
     opened: Any = SimpleNamespace(
         kv=kv, logical_kv_heads=1, digest="d1", context_length=64, model=model
     )
-    info = describe(worker, opened, "", 3)
+    info = RoleWorker.described(worker, opened, num_pages=3)
     assert msgspec.structs.asdict(info.kv_spec) == asdict(kv) | {"num_kv_heads": 1}
     assert (info.stored_kv_heads, info.max_request_tokens) == (4, 12)
 
