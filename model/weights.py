@@ -50,13 +50,20 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     """
     folder = Path(path)
     leaves, tree = jax.tree.flatten(model.param_leaves())
-    meter = _Meter(progress, stored_bytes(model))
+    done, total = 0, stored_bytes(model)
+
+    def arrived(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
     if is_orbax(folder):
-        return orbax.load_params(folder, model, meter.add)
+        return orbax.load_params(folder, model, arrived)
     files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
     sources = jax.tree.leaves(checked_sources(files, model.dims))
     made = [
-        _place(files, source, leaf, model, meter)
+        _place(files, source, leaf, model, arrived)
         for source, leaf in zip(sources, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, made)
@@ -139,21 +146,9 @@ def stored_bytes(model: Model) -> int:
     )
 
 
-class _Meter:
-    """Adds up bytes and reports them."""
-
-    def __init__(self, progress: Progress | None, total_bytes: int) -> None:
-        self._progress = progress
-        self._done = 0
-        self._total = total_bytes
-
-    def add(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _place(files: Checkpoint, source: Source, leaf: Leaf, model: Model, meter: _Meter) -> Array:
+def _place(
+    files: Checkpoint, source: Source, leaf: Leaf, model: Model, arrived: Callable[[int], None]
+) -> Array:
     """One parameter, shard by shard; a shard that several devices hold is read once."""
     sharding, codes = leaf.sharding(model.mesh), CODE_DTYPES[model.dims.codes]
     homes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -169,7 +164,7 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, model: Model, meter: _
         _fill(shown(files, leaf, codes), source, leaf, tuple(slice(*b) for b in bounds), out)
         for device in devices:
             shards.append(jax.device_put(out, device))
-            meter.add(out.nbytes)
+            arrived(out.nbytes)
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
