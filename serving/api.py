@@ -163,7 +163,7 @@ async def serve(
     siblings = Siblings(front, seat, security)
     exporter = None
     if config.otlp_traces_endpoint:
-        sender = OtlpSender(config.otlp_traces_endpoint, "kvferry")
+        sender = OtlpSender(config.otlp_traces_endpoint)
         exporter = TraceExporter(sender, dispatcher.metrics.traces_dropped)
         dispatcher.timelines.on_over = trace_later(exporter, front)
     server = _Server(http_config(app_of(front, siblings), own, dispatcher.metrics))

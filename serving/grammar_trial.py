@@ -46,14 +46,20 @@ class GrammarTrial:
         lanes: Sequence[LaneLimits] = LANES,
     ) -> None:
         """queue_timeout_s: longest wait for a turn, in either lane."""
-        self._lanes = [_Lane(model_path, each, queue_timeout_s, timers) for each in lanes]
+        self._lanes = [
+            (
+                TrialProcess(model_path, limits.cpu_s),
+                Turns("grammar trial", limits.max_waiting, queue_timeout_s, timers),
+            )
+            for limits in lanes
+        ]
         self._verdicts = _Verdicts()
         self._shared: dict[bytes, _Shared] = {}
 
     @property
     def num_waiting(self) -> int:
         """Grammars that wait for their turn."""
-        return sum(lane.num_waiting for lane in self._lanes)
+        return sum(turns.num_waiting for _, turns in self._lanes)
 
     async def fault(self, grammar: str) -> str:
         """Why a grammar cannot be followed, in a line; "" when it can.
@@ -82,14 +88,14 @@ class GrammarTrial:
 
     def close(self) -> None:
         """End the processes; from now on new grammars are refused (SHUTTING_DOWN)."""
-        for lane in self._lanes:
-            lane.close()
+        for process, _ in self._lanes:
+            process.close()  # those that wait are refused, one after the other
 
     async def _judge(self, key: bytes, grammar: str) -> str:
         word: Word = OVER_TIME
-        for lane in self._lanes:
+        for process, turns in self._lanes:
             if word == OVER_TIME:
-                word = await lane.word(grammar)
+                word = await turns.run(partial(process.word, grammar))
         fault = word if isinstance(word, str) else TOO_MUCH
         self._verdicts.add(key, fault)
         return fault
@@ -101,26 +107,6 @@ class _Shared:
 
     task: asyncio.Task[str]
     num_clients: int = 0
-
-
-class _Lane:
-    """A trial process, the thread that asks it, and the queue for that thread."""
-
-    def __init__(
-        self, model_path: Path, limits: LaneLimits, queue_timeout_s: float, timers: Timers | None
-    ) -> None:
-        self._process = TrialProcess(model_path, limits.cpu_s)
-        self._turns = Turns("grammar trial", limits.max_waiting, queue_timeout_s, timers)
-
-    @property
-    def num_waiting(self) -> int:
-        return self._turns.num_waiting
-
-    async def word(self, grammar: str) -> Word:
-        return await self._turns.run(partial(self._process.word, grammar))
-
-    def close(self) -> None:
-        self._process.close()  # those that wait are refused, one after the other
 
 
 class _Verdicts:

@@ -120,11 +120,11 @@ class TraceExporter:
 class OtlpSender:
     """Spans over HTTP, in protobuf."""
 
-    def __init__(self, endpoint: str, service_name: str) -> None:
+    def __init__(self, endpoint: str) -> None:
         """endpoint: as check_endpoint takes it."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        self._spans = Spans(service_name)
+        self._spans = Spans()
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
 
     def send(self, timelines: Sequence[dict[str, Any]]) -> bool:

@@ -49,14 +49,14 @@ def _decode(leg: dict[str, Any]) -> dict[str, Any]:
 
 
 class Spans:
-    """Makes the spans of one service."""
+    """Makes the spans of requests."""
 
-    def __init__(self, service_name: str) -> None:
+    def __init__(self) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
         self._ids = RandomIdGenerator()
-        self._resource = Resource.create({"service.name": service_name})
+        self._resource = Resource.create({"service.name": "kvferry"})
 
     def of(self, timeline: dict[str, Any]) -> list[Any]:
         """The request's span, then those of its stages, which are its children."""

@@ -147,7 +147,7 @@ def test_spans_are_the_request_and_the_stages_that_were_told() -> None:
         ("transfer", 20.0, 50.0),
         ("decode", 1.0, 90.0),
     ]
-    root, *children = Spans("kvferry").of(a_timeline())
+    root, *children = Spans().of(a_timeline())
     assert (root.name, root.start_time, root.end_time) == ("request", 10**12, 10**12 + 10**8)
     assert root.attributes["kvferry.request_id"] == "mine"
     counted = ("prompt_tokens", "output_tokens", "choices", "moves")
@@ -158,7 +158,7 @@ def test_spans_are_the_request_and_the_stages_that_were_told() -> None:
     assert (transfer.start_time, transfer.end_time) == (10**12 + 2 * 10**7, 10**12 + 5 * 10**7)
     assert transfer.attributes["kvferry.moved"] == "peer_lost"
     failed = a_timeline() | {"admitted_ms": None, "error": {"code": "queue_full", "message": "m"}}
-    root, *children = Spans("kvferry").of(failed)
+    root, *children = Spans().of(failed)
     assert not root.status.is_ok
     assert root.attributes["kvferry.errors"] == ["queue_full"]
     assert "queue" not in [child.name for child in children]
@@ -168,7 +168,7 @@ def test_a_prompt_that_decode_computed_itself_has_no_span_of_prefill() -> None:
     timeline = a_timeline()
     (choice,) = timeline["choices"]
     choice["attempts"] = [choice["attempts"][1] | {"prefill": None}]
-    names = [span.name for span in Spans("kvferry").of(timeline)]
+    names = [span.name for span in Spans().of(timeline)]
     assert names == ["request", "queue", "decode"]
 
 
