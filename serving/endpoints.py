@@ -147,9 +147,7 @@ class Generate:
             abort = front.dispatcher.abort
             asked = request.stream_interval
             interval = front.dispatcher.interval if asked is None else Interval(asked)
-            streamed = StreamedAnswer(
-                choices, stream, spelling, interval, abort, spelling.is_cumulative
-            )
+            streamed = StreamedAnswer(choices, stream, spelling, interval, abort)
             await front.runner.run(request, streamed, arrival_s, receive, timeline=timeline)
             return
         answer = WholeAnswer(choices, front.dispatcher)

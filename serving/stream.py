@@ -116,18 +116,16 @@ class StreamedAnswer:
         self,
         choices: Sequence[Choice],
         stream: EventStream,
-        events: Events,
+        events: Spelling,
         interval: Interval,
         abort: Callable[[Generation, FinishReason], None],
-        is_cumulative: bool = False,
     ) -> None:
-        """abort: the dispatcher's. is_cumulative: each event repeats its choice's earlier ones."""
+        """abort: the dispatcher's."""
         self.choices = choices
         self.stream = stream
         self.events = events
         self.interval = interval
         self.abort = abort
-        self.is_cumulative = is_cumulative
         self.sinks = [StreamedChoice(choice, self) for choice in choices]
         self._num_running = len(choices)
 
@@ -183,7 +181,7 @@ class StreamedChoice:
         self._stream = answer.stream
         self._interval = answer.interval
         # The choice's index, if its events repeat those before them.
-        self._repeats = choice.ask.index if answer.is_cumulative else None
+        self._repeats = choice.ask.index if answer.events.is_cumulative else None
         self._frame = answer.events.frame(choice)
         self._opened = False  # the events before the first piece were made
         self._opener: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ from serving.prompt import Prompt
 from serving.protocol import ChoiceAsk, Request, Shown
 from serving.responses_answers import ResponsesAnswer
 from serving.responses_fields import ResponsesFields
-from serving.stream import Events, StreamedAnswer
+from serving.stream import Spelling, StreamedAnswer
 from serving.tokenizer import Tokenizer
 from tests.recording import ManualTimers
 from tests.serving.live import EOS, LETTER_A, tokenizer_of_tests
@@ -156,7 +156,7 @@ class Streaming:
         model_name: str = 'model "m"\u00e9',
         request_id: str = "id",
         prompt_logprobs: wire.PromptLogprobs | None = None,
-        spell: Callable[..., Events] | None = None,
+        spell: Callable[..., Spelling] | None = None,
         **request: Any,
     ) -> None:
         """spell: makes what spells the answer; None: a chat, or a completion."""

@@ -15,7 +15,7 @@ from serving.openai_answers import completion_answer
 from serving.prompt import Prompt
 from serving.protocol import ChoiceAsk, Request
 from serving.sglang_api import GenerateAnswer
-from serving.stream import Events
+from serving.stream import Spelling
 from serving.tokenizer import Tokenizer
 from tests.recording import until
 from tests.serving.live import LETTER_A
@@ -69,7 +69,7 @@ def run_of(
 ) -> Streaming:
     """A completion whose openings are held."""
 
-    def spell(*args: Any) -> Events:
+    def spell(*args: Any) -> Spelling:
         answer = completion_answer(*args)
         monkeypatch.setattr(answer, "opening", held.opening(answer.opening))
         return answer
@@ -170,7 +170,7 @@ async def test_each_of_several_choices_waits_for_its_own_opening(
 
 
 async def test_events_that_repeat_the_prompt_wait_for_it_as_well(held: Held) -> None:
-    def spell(_: Request, tokenizer: Tokenizer, *__: Any) -> Events:
+    def spell(_: Request, tokenizer: Tokenizer, *__: Any) -> Spelling:
         return GenerateAnswer(tokenizer, False, 0.0, ManualClock())
 
     run = Streaming([ask(token_ids=True)], spell=spell, prompt_logprobs=TOLD)
