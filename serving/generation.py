@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -79,6 +79,7 @@ class GenerationSpec:
     is_probe: bool = False  # not a client's request: metrics of requests leave it out
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Generation:
     """A request in the workers' hands, from submit to its end. Made by `Dispatcher.submit`.
 
@@ -89,65 +90,39 @@ class Generation:
     connections that know nothing of each other.
     """
 
-    __slots__ = (
-        "_early",
-        "_num_top",
-        "_prefill_key",
-        "attempt_start",
-        "avoid",
-        "deadline_timer",
-        "decode_key",
-        "ended",
-        "finish",
-        "last_token_s",
-        "lent_to",
-        "model_digest",
-        "pair",
-        "prefilled",
-        "refusals",
-        "refused_since_s",
-        "retries",
-        "retry_timer",
-        "room",
-        "sink",
-        "slot",
-        "spec",
-        "timeline",
-        "token_ids",
-        "unplaced_since_s",
-    )
+    spec: GenerationSpec
+    sink: Sink
+    timeline: ChoiceTimeline | None = None  # None: not recorded
+    room: int = 0  # 0 while between attempts
+    pair: Pair | None = None
+    # The pair's, which each row is checked against; once decode began, only its tokens count.
+    decode_key: Key | None = None
+    _prefill_key: Key | None = None
+    # An array takes a quarter of a list's memory, and has nothing to collect.
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    attempt_start: int = 0  # tokens there were when the current attempt began
+    model_digest: str = ""  # of the workers of the latest attempt; set as it is placed
+    prefilled: bool = False  # whether the sink was told
+    finish: int = wire.RUNNING
+    ended: bool = False
+    last_token_s: float = 0.0  # monotonic
+    lent_to: Borrower | None = None  # tells its tokens in its place
+    slot: int = -1  # its slot at that borrower
+    avoid: frozenset[str] = frozenset()  # workers that failed it lately
+    retries: int = 0
+    refusals: int = 0  # in a row
+    refused_since_s: float | None = None
+    # Monotonic: since when it has been without a pair, its wait for admission included.
+    unplaced_since_s: float | None = field(init=False)
+    retry_timer: Timer | None = None
+    deadline_timer: Timer | None = None
+    _num_top: int = field(init=False)
+    # Tokens past a gap, by index: (id, finish, its logprobs). Fewer than max_new_tokens.
+    _early: dict[int, tuple[int, int, Run | None]] | None = None
 
-    def __init__(
-        self, spec: GenerationSpec, sink: Sink, timeline: ChoiceTimeline | None = None
-    ) -> None:
-        self.spec = spec
-        self.sink = sink
-        self.timeline = timeline  # None: not recorded
-        self.room = 0  # 0 while between attempts
-        self.pair: Pair | None = None
-        # The pair's, which each row is checked against; once decode began, only its tokens count.
-        self.decode_key: Key | None = None
-        self._prefill_key: Key | None = None
-        self.token_ids = array("i")  # a quarter of a list's memory, and nothing to collect
-        self.attempt_start = 0  # tokens there were when the current attempt began
-        self.model_digest = ""  # of the workers of the latest attempt; set as it is placed
-        self.prefilled = False  # whether the sink was told
-        self.finish = wire.RUNNING
-        self.ended = False
-        self.last_token_s = 0.0  # monotonic
-        self.lent_to: Borrower | None = None  # tells its tokens in its place
-        self.slot = -1  # its slot at that borrower
-        self.avoid: frozenset[str] = frozenset()  # workers that failed it lately
-        self.retries = 0
-        self.refusals = 0  # in a row
-        self.refused_since_s: float | None = None
-        # Monotonic: since when it has been without a pair, its wait for admission included.
-        self.unplaced_since_s: float | None = spec.arrival_s
-        self.retry_timer: Timer | None = None
-        self.deadline_timer: Timer | None = None
-        self._num_top = spec.sampling.num_top_logprobs
-        # Tokens past a gap, by index: (id, finish, its logprobs). Fewer than max_new_tokens.
-        self._early: dict[int, tuple[int, int, Run | None]] | None = None
+    def __post_init__(self) -> None:
+        self.unplaced_since_s = self.spec.arrival_s
+        self._num_top = self.spec.sampling.num_top_logprobs
 
     @property
     def started(self) -> bool:

@@ -1,5 +1,7 @@
 """Sets how many tokens a streamed chunk has: as asked, or by how far the loop lags behind steps."""
 
+from dataclasses import dataclass
+
 from serving.router import Key
 
 WIDEN_LAG_S = 0.05  # above this the loop does not keep up
@@ -20,13 +22,11 @@ _LONGEST_PATIENCE_S = 80.0
 _DRIFT = 1e-3
 
 
+@dataclass(slots=True, eq=False)
 class Interval:
     """Tokens per chunk after a stream's first; streams that ask for no interval share one."""
 
-    __slots__ = ("tokens",)
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    tokens: int
 
 
 class Lag:
@@ -54,6 +54,7 @@ class Lag:
         self._heard_s.pop(worker, None)
 
 
+@dataclass(slots=True, eq=False)
 class AutoInterval(Interval):
     """1 while the loop keeps up; doubles as the lag grows; halves when the lag would stay away.
 
@@ -63,25 +64,14 @@ class AutoInterval(Interval):
     time that brings the lag back, the next try waits twice as long.
     """
 
-    __slots__ = (
-        "_calm_s",
-        "_changed_s",
-        "_cpu_s",
-        "_load",
-        "_narrowed",
-        "_patience_s",
-        "_window_s",
-    )
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self._changed_s = 0.0
-        self._calm_s = 0.0  # since when there is no lag
-        self._window_s = 0.0  # since when load is measured, and the loop's processor time then
-        self._cpu_s = 0.0
-        self._load = 0.0  # share of the time that the loop computes, as last measured
-        self._narrowed = False  # by the latest change
-        self._patience_s = _PATIENCE_S
+    tokens: int = 1
+    _changed_s: float = 0.0
+    _calm_s: float = 0.0  # since when there is no lag
+    _window_s: float = 0.0  # since when load is measured, and the loop's processor time then
+    _cpu_s: float = 0.0
+    _load: float = 0.0  # share of the time that the loop computes, as last measured
+    _narrowed: bool = False  # by the latest change
+    _patience_s: float = _PATIENCE_S
 
     def observe(self, lag_s: float, now_s: float, loop_cpu_s: float) -> None:
         """A step is handled. Seconds: monotonic, and of processor time of the loop's thread."""
