@@ -98,6 +98,11 @@ def attention(
         qkv = qkv.reshape(*qkv.shape[:2], heads, group + 2, head_dim)
         bias = weights["qkv_bias"] if cfg.qkv_bias else None
         norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else None
+        weight = None
+        if norms is not None and cfg.turned_before_norm:
+            # A rotation keeps a head's size, and a weight on one side of a product is on the other.
+            weight = norms[0].astype(jnp.float32) * norms[1].astype(jnp.float32)
+            norms = jnp.ones_like(norms[0]), jnp.ones_like(norms[1])
         found = Heads(qkv, bias, norms, cfg.rms_norm_eps, rows.cos, rows.sin)
         where = pool, place.layer, rows.kv_idx[place.group]
         if cfg.qk_norm_of_all:
@@ -108,6 +113,8 @@ def attention(
             q, pool = rotate_and_write(q, k, v, found, *where)
         else:
             q, pool = place_heads(found, *where, x.dtype.name)
+        if weight is not None:
+            q = (q.astype(jnp.float32) * weight).astype(q.dtype)
         out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
         parts = product_parts(out, weights.matrix("o", inputs=3))

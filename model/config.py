@@ -24,6 +24,7 @@ ARCHITECTURES: Final = (
     "Ernie4_5ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM",
@@ -137,6 +138,7 @@ class ModelConfig:
     o_bias: bool = False
     neighbours_turned: bool = False  # in the checkpoint; here pairs are rotated half a head apart
     qk_norm: bool = False  # of each head
+    turned_before_norm: bool = False  # each head, where qk_norm
     qk_norm_of_all: bool = False  # of all heads of a row together
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -267,7 +269,8 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
     latent = architecture in LATENT
     if architecture not in _PARTLY_TURNED:
         usual = _GPT_OSS_ROPE if architecture == "GptOssForCausalLM" else {}
-        return read_rope(fields, theta, latent, usual)
+        raises = architecture == "HunYuanMoEV1ForCausalLM"
+        return read_rope(fields, theta, latent, usual, raises_theta=raises)
     # MiniMax gives the part as a number of entries.
     size = fields.integer("rotary_dim", None) if architecture == "MiniMaxM2ForCausalLM" else None
     if size is not None and size > head_dim:

@@ -43,7 +43,12 @@ _HEAD_DIM: Final = {
     "MiniMaxM2ForCausalLM": 128,
     "GptOssForCausalLM": 64,
 }
-_NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Dots1ForCausalLM")
+_NORM_OF_HEADS: Final = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Dots1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+)
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
 # The only values served for MiniMax-M2: other members of its family differ in these fields.
 _MINIMAX_ONLY: Final = {
@@ -53,6 +58,8 @@ _MINIMAX_ONLY: Final = {
     "layernorm_linear_attention_beta": 1.0,
     "layernorm_mlp_beta": 1.0,
 }
+# The same for Hunyuan's mixtures; its members with latent or shared keys are others.
+_HUNYUAN_ONLY: Final = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_mla": False}
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,9 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
         raise fields.fail("head_dim", head_dim, "an even number: halves of it are rotated")
     if architecture == "MiniMaxM2ForCausalLM":
         _check_minimax(fields)
+    hunyuan = architecture == "HunYuanMoEV1ForCausalLM"
+    if hunyuan:
+        fields.only(_HUNYUAN_ONLY | {"attention_head_dim": head_dim})
     qkv_bias = _qkv_bias(fields, architecture)
     glm = architecture == "Glm4MoeForCausalLM"
     return {
@@ -101,6 +111,7 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
         "o_bias": qkv_bias and architecture not in _O_UNBIASED,
         "neighbours_turned": architecture in ERNIE,
         "qk_norm": architecture in _NORM_OF_HEADS or (glm and fields.flag("use_qk_norm", False)),
+        "turned_before_norm": hunyuan,
         "qk_norm_of_all": architecture in _NORM_OF_ALL,
         "sinks": architecture == "GptOssForCausalLM",
     }

@@ -52,6 +52,8 @@ def read_experts(fields: Fields, architecture: str) -> dict[str, Any]:
         return _qwen_experts(fields, architecture)
     if architecture == "Ernie4_5_MoeForCausalLM":
         return _ernie_experts(fields)
+    if architecture == "HunYuanMoEV1ForCausalLM":
+        return _hunyuan_experts(fields)
     if architecture in _EVERYWHERE:
         return _experts_everywhere(fields, architecture)
     return {"moe_layers": (False,) * fields.integer("num_hidden_layers")}
@@ -131,6 +133,37 @@ def _ernie_experts(fields: Fields) -> dict[str, Any]:
         "router": RouterConfig(normalise=True, correction=True),
         "moe_layers": tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers)),
     }
+
+
+def _hunyuan_experts(fields: Fields) -> dict[str, Any]:
+    """All experts are as wide as intermediate_size says, the shared one too."""
+    width, experts = fields.integer("intermediate_size"), _alike(fields, "num_experts", REQUIRED)
+    chosen = _alike(fields, "moe_topk", REQUIRED)
+    if chosen > experts:
+        raise fields.fail("moe_topk", fields.values["moe_topk"], f"at most {experts} experts")
+    same = {"num_experts_per_tok": chosen, "num_local_experts": experts, "norm_topk_prob": True}
+    fields.only(same | {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0})
+    for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
+        if _alike(fields, name, only) != only:
+            raise fields.fail(name, fields.values[name], f"{only}, for each layer, or null")
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": width,
+        "router": RouterConfig(normalise=True),
+        "moe_layers": (True,) * fields.integer("num_hidden_layers"),
+    }
+
+
+def _alike(fields: Fields, name: str, default: Any) -> Any:
+    """An integer, or a list that has it for each layer."""
+    value, num_layers = fields.raw(name, default), fields.integer("num_hidden_layers")
+    if not isinstance(value, list):
+        return fields.integer(name, default)
+    if len(value) != num_layers or any(x != value[0] for x in value):
+        raise fields.fail(name, value, f"one integer, the same for each of {num_layers} layers")
+    return Fields(fields.file, {name: value[0]}).integer(name)
 
 
 def _chosen(fields: Fields, experts: int, name: str = "num_experts_per_tok") -> int:

@@ -27,12 +27,16 @@ _KINDS: Final = {
 }
 _LIMIT: Final = 1e6  # of numbers that are multiplied with others before they are used
 _LATENT_KEYS: Final = ("mscale", "mscale_all_dim")  # of yarn where attention is latent
+# Hunyuan's own kind, under the name of one that depends on the length. Only alpha counts.
+_RAISED: Final = "dynamic"
+_RAISED_KEYS: Final = (*_KINDS["yarn"], *_LATENT_KEYS, "alpha")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. Which fields matter depends on the kind.
 
+    factor: of positions; of the kind "dynamic", its alpha, which raises theta.
     attention_factor: of cosines and sines. softmax_factor: of the softmax's scale. share: the part
     of a head's entries that is rotated.
     Source: transformers, modeling_rope_utils (default, linear, llama3, yarn).
@@ -62,13 +66,18 @@ def read_rope(
     latent: bool = False,
     usual: Mapping[str, Any] = MappingProxyType({}),
     usual_share: float | None = None,
+    raises_theta: bool = False,
 ) -> RopeConfig:
     """Read either form, or both where they say the same; transformers 5 obeys the older then.
 
     latent: whether attention is latent, as DeepSeek's. usual: settings where there are none.
     usual_share: the part of a head's entries that is rotated, where no field gives it; None: all,
-    and nothing else is accepted. Raises ModelError.
+    and nothing else is accepted. raises_theta: whether the kind "dynamic" is accepted, Hunyuan's.
+    Raises ModelError.
     """
+    kinds = _KINDS | ({_RAISED: _RAISED_KEYS} if raises_theta else {})
+    if latent:
+        kinds["yarn"] += _LATENT_KEYS
     top = fields.theta()
     found: dict[str, RopeConfig] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -79,11 +88,11 @@ def read_rope(
         if top is not None and theta != top:
             raise fields.fail("rope_theta", top, f"{theta}, as in {name}, or only one of the two")
         share = _share(fields, settings, usual_share)
-        found[name] = replace(_settings(fields, settings, theta, latent), share=share)
+        found[name] = replace(_settings(fields, settings, theta, kinds), share=share)
     if not found:
         settings = Fields(f"{fields.file}: rope_scaling", dict(usual))
         share = _share(fields, settings, usual_share)
-        return replace(_settings(fields, settings, top or default_theta, latent), share=share)
+        return replace(_settings(fields, settings, top or default_theta, kinds), share=share)
     rope, *others = found.values()
     if any(other != rope for other in others):
         got, accepted = fields.values["rope_scaling"], fields.values["rope_parameters"]
@@ -108,13 +117,15 @@ def _share(fields: Fields, settings: Fields, usual: float | None) -> float:
     return found or usual or 1.0
 
 
-def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> RopeConfig:
+def _settings(
+    fields: Fields, settings: Fields, theta: float, kinds: Mapping[str, tuple[str, ...]]
+) -> RopeConfig:
     """Read one object of either name. `type` is the older name of `rope_type`."""
-    kinds = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
-    kind = settings.one_of("rope_type", kinds[0] if kinds else "default", tuple(_KINDS))
-    if kinds[1:] not in ([], [kind]):
-        raise settings.fail("type", kinds[1], f"{kind!r}, as in rope_type, or only one of the two")
-    taken = _KINDS[kind] + (_LATENT_KEYS if latent and kind == "yarn" else ())
+    said = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
+    kind = settings.one_of("rope_type", said[0] if said else "default", tuple(kinds))
+    if said[1:] not in ([], [kind]):
+        raise settings.fail("type", said[1], f"{kind!r}, as in rope_type, or only one of the two")
+    taken = kinds[kind]
     for name, value in settings.values.items():
         # Objects are settings of one layer type each, and would rotate its layers differently.
         if value is not None and name not in taken:
@@ -122,6 +133,8 @@ def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> R
             raise settings.fail(name, value, accepted)
     if kind == "default":
         return RopeConfig(kind, theta)
+    if kind == _RAISED:
+        return RopeConfig(kind, theta, settings.number("alpha", low=1.0))
     factor = settings.number("factor", low=1.0)
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
@@ -192,6 +205,9 @@ def rope_frequencies(rope: RopeConfig, size: int) -> np.ndarray:
     freq = 1.0 / rope.theta**exponent
     if rope.kind == "linear":
         freq = freq / rope.factor
+    elif rope.kind == _RAISED:
+        # As if theta were greater: the first pair is left alone, the last stretched alpha times.
+        freq = freq / rope.factor ** (np.arange(size // 2) / max(size // 2 - 1, 1))
     elif rope.kind == "llama3":
         # Turns a pair makes over the original context: pairs with few are stretched, those with
         # many left alone, and the band between is blended.

@@ -34,6 +34,10 @@ _EMBED: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _NAMED_AS_MIXTRAL: Final = ("MixtralForCausalLM", "MiniMaxM2ForCausalLM")
 _NAMES: Final = ("gate_proj", "up_proj", "down_proj")
+_SHARED: Final = {
+    "Qwen2MoeForCausalLM": "shared_expert",
+    "HunYuanMoEV1ForCausalLM": "shared_mlp",
+}
 # What predicts tokens further ahead, which is no part of the network here.
 _UNREAD: Final = {"Ernie4_5_MoeForCausalLM": ("model.mtp_",)}
 
@@ -101,7 +105,7 @@ def _gated_sources(dims: Dims, width: int, at: str, names: tuple[str, str]) -> d
 def _shared_sources(dims: Dims, at: str) -> dict[str, Source]:
     """Sources of the experts that all tokens go to; a single one, as Qwen2's, has a gate."""
     cfg = dims.cfg
-    at_all = f"{at}.{'shared_expert' if cfg.shared_gate else 'shared_experts'}"
+    at_all = f"{at}.{_SHARED.get(cfg.architecture, 'shared_experts')}"
     names = "shared_gate_up", "shared_down"
     found = _gated_sources(dims, cfg.shared_intermediate_size, at_all, names)
     if cfg.shared_gate:
@@ -136,8 +140,10 @@ def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     if cfg.o_bias:
         found["o_bias"] = Plain(f"{at}.self_attn.o_proj.bias", (hidden,))
     if cfg.qk_norm:
-        found["q_norm"] = Plain(f"{at}.self_attn.q_norm.weight", (cfg.head_dim,))
-        found["k_norm"] = Plain(f"{at}.self_attn.k_norm.weight", (cfg.head_dim,))
+        hunyuan = cfg.architecture == "HunYuanMoEV1ForCausalLM"
+        names = ("query_layernorm", "key_layernorm") if hunyuan else ("q_norm", "k_norm")
+        for norm, name in zip(("q_norm", "k_norm"), names, strict=True):
+            found[norm] = Plain(f"{at}.self_attn.{name}.weight", (cfg.head_dim,))
     if cfg.qk_norm_of_all:
         names = f"{at}.self_attn.q_norm.weight", f"{at}.self_attn.k_norm.weight"
         found["qk_norm"] = QKV(names, heads, None)
@@ -208,7 +214,8 @@ def _expert_sources(dims: Dims, at: str) -> dict[str, Source]:
         return Stack(tuple(pair[0] for pair in pairs)), Stack(tuple(pair[1] for pair in pairs))
 
     found = _expert_products(dims, stacks)
-    found["router"] = Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts)
+    gate = "gate.wg" if cfg.architecture == "HunYuanMoEV1ForCausalLM" else "gate"
+    found["router"] = Turned(f"{block}.{gate}.weight", cfg.hidden_size, cfg.num_experts)
     if cfg.architecture == "Ernie4_5_MoeForCausalLM":
         bias = f"{block}.moe_statics.e_score_correction_bias"
         found["router_correction"] = OnlyRow(bias, cfg.num_experts)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.config import ModelConfig
@@ -24,8 +25,9 @@ NAMES = (
     "dots1",
     "ernie4_5_moe",
     "ernie4_5",
+    "hunyuan_v1_moe",
 )
-GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS, ERNIE, ERNIE_DENSE = map(golden_config, NAMES)
+GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS, ERNIE, ERNIE_DENSE, HUNYUAN = map(golden_config, NAMES)
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
@@ -97,14 +99,15 @@ KIMI: dict[str, Any] = {
     "vocab_size": 163840,
 }
 CORRECTED = RouterConfig(sigmoid=True, normalise=True, correction=True)
+NORMALISED = RouterConfig(normalise=True)
 
 
 def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def _rope(base: dict[str, Any], **change: Any) -> dict[str, Any]:
-    return {"rope_parameters": base["rope_parameters"] | change}
+def _rope(base: dict[str, Any], name: str = "rope_parameters", **change: Any) -> dict[str, Any]:
+    return {name: base[name] | change}
 
 
 def test_glm_turns_half_of_a_head_and_routes_as_deepseek_v3(tmp_path: Path) -> None:
@@ -290,6 +293,29 @@ def test_dense_ernie_has_only_its_rotation_of_its_own(tmp_path: Path) -> None:
     assert read_config(tmp_path, unsaid) == cfg
 
 
+def test_hunyuan_norms_heads_after_turning_them_and_shares_one_expert(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, HUNYUAN)
+    assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (32, False, True)
+    assert (cfg.qk_norm, cfg.turned_before_norm, cfg.router) == (True, True, NORMALISED)
+    assert (cfg.num_experts, cfg.num_experts_per_tok, cfg.moe_intermediate_size) == (16, 4, 40)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((True,) * 3, 40)
+    alike = {"moe_topk": 4, "num_experts": [16] * 3, "num_shared_expert": 1}
+    names = "moe_intermediate_size", "use_qk_norm", "use_mixed_mlp_moe", "rope_theta", "use_cla"
+    assert read_config(tmp_path, _without(HUNYUAN | alike, *names)) == cfg
+    assert not read_config(tmp_path, _without(HUNYUAN, "tie_word_embeddings")).tie_word_embeddings
+
+
+def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, HUNYUAN)
+    assert (cfg.rope.kind, cfg.rope.theta, cfg.rope.factor) == ("dynamic", 10000.0, 1000.0)
+    raised = 10000.0 * 1000.0 ** (32 / 30)
+    want = raised ** -(np.arange(0, 32, 2) / 32)
+    assert rope_frequencies(cfg.rope, cfg.rope_dim) == pytest.approx(want, rel=1e-6)
+    assert rope_frequencies(cfg.rope, 2) == pytest.approx([1.0])
+    plain = read_config(tmp_path, HUNYUAN | {"rope_scaling": None})
+    assert (plain.rope.kind, plain.rope.theta) == ("default", 10000.0)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -348,6 +374,23 @@ def test_dense_ernie_has_only_its_rotation_of_its_own(tmp_path: Path) -> None:
         ),
         (ERNIE | {"moe_layer_end_index": -2}, "accepted: an integer of at least -1"),
         (ERNIE_DENSE | {"compression_ratio": 2.0}, "compression_ratio is 2.0; accepted: 1.0"),
+        (HUNYUAN | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
+        (HUNYUAN | {"use_cla": True}, "use_cla is True; accepted: false"),
+        (HUNYUAN | {"use_mla": True}, "use_mla is True; accepted: false"),
+        (HUNYUAN | {"norm_type": "fused"}, "norm_type is 'fused'; accepted: \"rms\""),
+        (HUNYUAN | {"attention_head_dim": 16}, "attention_head_dim is 16; accepted: 32"),
+        (HUNYUAN | {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe is False; accepted: true"),
+        (HUNYUAN | {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped is 1; accepted: 0"),
+        (HUNYUAN | {"norm_topk_prob": False}, "norm_topk_prob is False; accepted: true"),
+        (HUNYUAN | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; accepted: 4"),
+        (HUNYUAN | {"moe_topk": [4, 4]}, "accepted: one integer, the same for each of 3 layers"),
+        (HUNYUAN | {"moe_topk": [4, 4, 2]}, "moe_topk is [4, 4, 2]; accepted: one integer, the s"),
+        (HUNYUAN | {"moe_topk": [17] * 3}, "moe_topk is [17, 17, 17]; accepted: at most 16 exper"),
+        (HUNYUAN | {"num_shared_expert": 2}, "num_shared_expert is 2; accepted: 1, for each layer"),
+        (HUNYUAN | {"moe_intermediate_size": 64}, "moe_intermediate_size is 64; accepted: 40, for"),
+        (HUNYUAN | _rope(HUNYUAN, "rope_scaling", alpha=None), "rope_scaling: alpha is missing"),
+        (HUNYUAN | _rope(HUNYUAN, "rope_scaling", alpha=0), "alpha is 0; accepted: a finite numbe"),
+        (QWEN | {"rope_scaling": HUNYUAN["rope_scaling"]}, "'dynamic'; accepted: default, linear"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; accepted: \"per_l"),
         (MINIMAX | {"attn_type_list": [1, 0, 1]}, "attn_type_list is [1, 0, 1]; accepted: 1, whi"),

@@ -32,6 +32,7 @@ ROUTED = (
     "minimax_m2",
     "dots1",
     "ernie4_5_moe",
+    "hunyuan_v1_moe",
 )
 # Networks with layers alike share the meshes: each has some that the other has not.
 CASES = [("llama", 2, 1, 1), ("llama", 4, 1, 1), ("qwen3", 1, 1, 1), ("qwen3", 2, 1, 1)]
@@ -71,6 +72,7 @@ AS_ON_CUDA = {
     ("minimax_m2", 4, 2, 1),
     ("dots1", 4, 2, 1),
     ("ernie4_5_moe", 4, 2, 1),
+    ("hunyuan_v1_moe", 4, 2, 1),
 }
 # With these, one call of the interpreted kernels takes longer than optimizing them.
 OPTIMIZED = {("qwen3", 2, 1, 1), ("qwen3_moe", 2, 2, 1), ("gpt_oss", 4, 2, 1)}
@@ -138,6 +140,7 @@ def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
         ("qwen2_moe", 4, 2, "cpu"),
         ("minimax_m2", 4, 1, "cpu"),
         ("ernie4_5_moe", 2, 2, "cpu"),
+        ("hunyuan_v1_moe", 2, 1, "cpu"),
     ],
 )
 def test_hidden_states_and_routing_are_the_recorded_ones(
@@ -187,6 +190,7 @@ def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -
         ("qwen2_moe", 2, 1, "cpu"),
         ("minimax_m2", 4, 1, "cpu"),
         ("ernie4_5_moe", 1, 1, "cpu"),
+        ("hunyuan_v1_moe", 2, 1, "cpu"),
     ],
 )
 def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(
