@@ -59,7 +59,13 @@ _MINIMAX_ONLY: Final = {
     "layernorm_mlp_beta": 1.0,
 }
 # The same for Hunyuan's mixtures; its members with latent or shared keys are others.
-_HUNYUAN_ONLY: Final = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_mla": False}
+_HUNYUAN_ONLY: Final = {
+    "use_qk_norm": True,
+    "use_cla": False,
+    "use_mla": False,
+    "use_rotary_pos_emb": True,
+    "position_embedding_xdrope": False,
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
     hunyuan = architecture == "HunYuanMoEV1ForCausalLM"
     if hunyuan:
         fields.only(_HUNYUAN_ONLY | {"attention_head_dim": head_dim})
+        fields.one_of("norm_type", fields.raw("norm_type", "rms"), ("rms", "hf_rms"))
     qkv_bias = _qkv_bias(fields, architecture)
     glm = architecture == "Glm4MoeForCausalLM"
     return {

@@ -66,6 +66,8 @@ def _refuse_other_routing(fields: Fields, architecture: str) -> None:
         "scoring_func": "sigmoid" if minimax else "softmax",
         "routed_scaling_factor": 1.0,
     }
+    if fields.values.get("routed_scaling_factor") is False:  # Hunyuan's word for none
+        del only["routed_scaling_factor"]
     if minimax:
         only |= {"use_routing_bias": True, "shared_intermediate_size": 0}
     fields.only(only)
@@ -141,9 +143,10 @@ def _hunyuan_experts(fields: Fields) -> dict[str, Any]:
     chosen = _alike(fields, "moe_topk", REQUIRED)
     if chosen > experts:
         raise fields.fail("moe_topk", fields.values["moe_topk"], f"at most {experts} experts")
-    same = {"num_experts_per_tok": chosen, "num_local_experts": experts, "norm_topk_prob": True}
-    fields.only(same | {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0})
-    for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
+    plain = {"use_mixed_mlp_moe": True, "norm_topk_prob": True, "group_limited_greedy": False}
+    fields.only(plain | {"moe_layer_num_skipped": 0})
+    same = {"num_experts_per_tok": chosen, "num_local_experts": experts}
+    for name, only in (same | {"num_shared_expert": 1, "moe_intermediate_size": width}).items():
         if _alike(fields, name, only) != only:
             raise fields.fail(name, fields.values[name], f"{only}, for each layer, or null")
     return {

@@ -299,7 +299,7 @@ def test_hunyuan_norms_heads_after_turning_them_and_shares_one_expert(tmp_path: 
     assert (cfg.qk_norm, cfg.turned_before_norm, cfg.router) == (True, True, NORMALISED)
     assert (cfg.num_experts, cfg.num_experts_per_tok, cfg.moe_intermediate_size) == (16, 4, 40)
     assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((True,) * 3, 40)
-    alike = {"moe_topk": 4, "num_experts": [16] * 3, "num_shared_expert": 1}
+    alike = {"moe_topk": 4, "num_experts": [16] * 3, "num_shared_expert": 1, "norm_type": "rms"}
     names = "moe_intermediate_size", "use_qk_norm", "use_mixed_mlp_moe", "rope_theta", "use_cla"
     assert read_config(tmp_path, _without(HUNYUAN | alike, *names)) == cfg
     assert not read_config(tmp_path, _without(HUNYUAN, "tie_word_embeddings")).tie_word_embeddings
@@ -377,7 +377,10 @@ def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> No
         (HUNYUAN | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (HUNYUAN | {"use_cla": True}, "use_cla is True; accepted: false"),
         (HUNYUAN | {"use_mla": True}, "use_mla is True; accepted: false"),
-        (HUNYUAN | {"norm_type": "fused"}, "norm_type is 'fused'; accepted: \"rms\""),
+        (HUNYUAN | {"norm_type": "fused"}, "norm_type is 'fused'; accepted: rms, hf_rms"),
+        (HUNYUAN | {"group_limited_greedy": True}, "group_limited_greedy is True; accepted: false"),
+        (HUNYUAN | {"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5; accepted: 1.0"),
+        (HUNYUAN | {"position_embedding_xdrope": True}, "xdrope is True; accepted: false"),
         (HUNYUAN | {"attention_head_dim": 16}, "attention_head_dim is 16; accepted: 32"),
         (HUNYUAN | {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe is False; accepted: true"),
         (HUNYUAN | {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped is 1; accepted: 0"),
