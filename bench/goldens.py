@@ -40,6 +40,7 @@ BFLOAT16_MEDIANS = {
     "ernie4_5_moe": 0.014,
     "glm4_moe": 0.026,
     "gpt_oss": 0.093,
+    "hunyuan_v1_dense": 0.012,
     "hunyuan_v1_moe": 0.016,
     "llama": 0.036,
     "minimax_m2": 0.023,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from model.config_attention import ERNIE, LATENT, LatentConfig, read_attention
+from model.config_attention import ERNIE, HUNYUAN, LATENT, LatentConfig, read_attention
 from model.config_experts import RouterConfig, read_experts
 from model.config_quantised import read_quantization
 from model.errors import ModelError
@@ -24,6 +24,7 @@ ARCHITECTURES: Final = (
     "Ernie4_5ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
@@ -269,8 +270,7 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
     latent = architecture in LATENT
     if architecture not in _PARTLY_TURNED:
         usual = _GPT_OSS_ROPE if architecture == "GptOssForCausalLM" else {}
-        raises = architecture == "HunYuanMoEV1ForCausalLM"
-        return read_rope(fields, theta, latent, usual, raises_theta=raises)
+        return read_rope(fields, theta, latent, usual, raises_theta=architecture in HUNYUAN)
     # MiniMax gives the part as a number of entries.
     size = fields.integer("rotary_dim", None) if architecture == "MiniMaxM2ForCausalLM" else None
     if size is not None and size > head_dim:

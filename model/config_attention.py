@@ -8,6 +8,7 @@ from model.fields import Fields
 
 LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 ERNIE: Final = ("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM")
+HUNYUAN: Final = ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM")
 _WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
 # By the architecture, from which layer on there is a window, where a checkpoint does not say.
 _WINDOW_FROM: Final = {"Qwen2ForCausalLM": 28, "Qwen3ForCausalLM": 28, "Dots1ForCausalLM": 62}
@@ -47,7 +48,7 @@ _NORM_OF_HEADS: Final = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Dots1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
+    *HUNYUAN,
 )
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
 # The only values served for MiniMax-M2: other members of its family differ in these fields.
@@ -58,7 +59,7 @@ _MINIMAX_ONLY: Final = {
     "layernorm_linear_attention_beta": 1.0,
     "layernorm_mlp_beta": 1.0,
 }
-# The same for Hunyuan's mixtures; its members with latent or shared keys are others.
+# The same for Hunyuan; its members with latent or shared keys are others.
 _HUNYUAN_ONLY: Final = {
     "use_qk_norm": True,
     "use_cla": False,
@@ -104,7 +105,7 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
         raise fields.fail("head_dim", head_dim, "an even number: halves of it are rotated")
     if architecture == "MiniMaxM2ForCausalLM":
         _check_minimax(fields)
-    hunyuan = architecture == "HunYuanMoEV1ForCausalLM"
+    hunyuan = architecture in HUNYUAN
     if hunyuan:
         fields.only(_HUNYUAN_ONLY | {"attention_head_dim": head_dim})
         fields.one_of("norm_type", fields.raw("norm_type", "rms"), ("rms", "hf_rms"))

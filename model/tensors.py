@@ -8,6 +8,7 @@ import numpy as np
 
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
+from model.config_attention import HUNYUAN
 from model.errors import ModelError
 from model.params import Params, Segment, segments
 from model.sharding import Dims
@@ -140,7 +141,7 @@ def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     if cfg.o_bias:
         found["o_bias"] = Plain(f"{at}.self_attn.o_proj.bias", (hidden,))
     if cfg.qk_norm:
-        hunyuan = cfg.architecture == "HunYuanMoEV1ForCausalLM"
+        hunyuan = cfg.architecture in HUNYUAN
         names = ("query_layernorm", "key_layernorm") if hunyuan else ("q_norm", "k_norm")
         for norm, name in zip(("q_norm", "k_norm"), names, strict=True):
             found[norm] = Plain(f"{at}.self_attn.{name}.weight", (cfg.head_dim,))

@@ -26,8 +26,10 @@ NAMES = (
     "ernie4_5_moe",
     "ernie4_5",
     "hunyuan_v1_moe",
+    "hunyuan_v1_dense",
 )
-GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS, ERNIE, ERNIE_DENSE, HUNYUAN = map(golden_config, NAMES)
+GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS, *others = map(golden_config, NAMES)
+ERNIE, ERNIE_DENSE, HUNYUAN, HUNYUAN_DENSE = others
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
@@ -305,6 +307,12 @@ def test_hunyuan_norms_heads_after_turning_them_and_shares_one_expert(tmp_path: 
     assert not read_config(tmp_path, _without(HUNYUAN, "tie_word_embeddings")).tie_word_embeddings
 
 
+def test_dense_hunyuan_has_the_attention_of_its_mixture(tmp_path: Path) -> None:
+    cfg, mixture = read_config(tmp_path, HUNYUAN_DENSE), read_config(tmp_path, HUNYUAN)
+    assert (cfg.qk_norm, cfg.turned_before_norm, cfg.rope) == (True, True, mixture.rope)
+    assert (cfg.num_experts, cfg.moe_layers, cfg.head_dim) == (0, (False,) * 3, 32)
+
+
 def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> None:
     cfg = read_config(tmp_path, HUNYUAN)
     assert (cfg.rope.kind, cfg.rope.theta, cfg.rope.factor) == ("dynamic", 10000.0, 1000.0)
@@ -393,6 +401,7 @@ def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> No
         (HUNYUAN | {"moe_intermediate_size": 64}, "moe_intermediate_size is 64; accepted: 40, for"),
         (HUNYUAN | _rope(HUNYUAN, "rope_scaling", alpha=None), "rope_scaling: alpha is missing"),
         (HUNYUAN | _rope(HUNYUAN, "rope_scaling", alpha=0), "alpha is 0; accepted: a finite numbe"),
+        (HUNYUAN_DENSE | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (QWEN | {"rope_scaling": HUNYUAN["rope_scaling"]}, "'dynamic'; accepted: default, linear"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; accepted: \"per_l"),

@@ -18,7 +18,7 @@ from model.weights import load_params
 from tests.model.captured import prefill_captured
 from tests.model.harness import GOLDENS, PAGE_SIZE, Golden, Harness, chunks, scattered_pages
 
-DENSE = ("llama", "qwen3", "ernie4_5")
+DENSE = ("llama", "qwen3", "ernie4_5", "hunyuan_v1_dense")
 ROUTED = (
     "mixtral",
     "qwen3_moe",
@@ -36,7 +36,7 @@ ROUTED = (
 )
 # Networks with layers alike share the meshes: each has some that the other has not.
 CASES = [("llama", 2, 1, 1), ("llama", 4, 1, 1), ("qwen3", 1, 1, 1), ("qwen3", 2, 1, 1)]
-CASES += [("ernie4_5", 2, 1, 1)]
+CASES += [("ernie4_5", 2, 1, 1), ("hunyuan_v1_dense", 4, 1, 1)]
 CASES += [("mixtral", *mesh, 1) for mesh in ((1, 1), (2, 2), (4, 2))]
 CASES += [("qwen3_moe", *mesh, 1) for mesh in ((2, 1), (2, 2), (4, 1), (4, 4))]
 CASES += [(name, *mesh, 1) for name in ROUTED[2:] for mesh in ((1, 1), (4, 2))]
