@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -20,6 +21,7 @@ _LEAST_RATE = 32 << 10  # bytes a second; a larger body that came slower would h
 AT_ONCE = 8  # largest bodies: what all together may hold in memory beyond ALWAYS_BYTES of each
 
 
+@dataclass(eq=False)
 class Bodies:
     """The memory that the large request bodies of one process hold.
 
@@ -27,12 +29,10 @@ class Bodies:
     large bodies at once would take all memory of a host.
     """
 
-    def __init__(self, most_bytes: int, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
-        """most_bytes: of one body. timeout_s: the longest wait for its next part."""
-        self.most_bytes = most_bytes
-        self.timeout_s = timeout_s
-        self.clock = clock
-        self.held_bytes = 0  # beyond ALWAYS_BYTES of each
+    most_bytes: int  # of one body
+    timeout_s: float  # the longest wait for its next part
+    clock: Clock = SYSTEM_CLOCK
+    held_bytes: int = 0  # beyond ALWAYS_BYTES of each
 
     def has_room(self, num_bytes: int) -> bool:
         return self.held_bytes + num_bytes <= AT_ONCE * self.most_bytes

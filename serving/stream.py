@@ -109,25 +109,19 @@ class Loan:
     waiting: int
 
 
+@dataclass(eq=False, repr=False)
 class StreamedAnswer:
     """All choices of one request on their way into one EventStream."""
 
-    def __init__(
-        self,
-        choices: Sequence[Choice],
-        stream: EventStream,
-        events: Spelling,
-        interval: Interval,
-        abort: Callable[[Generation, FinishReason], None],
-    ) -> None:
-        """abort: the dispatcher's."""
-        self.choices = choices
-        self.stream = stream
-        self.events = events
-        self.interval = interval
-        self.abort = abort
-        self.sinks = [StreamedChoice(choice, self) for choice in choices]
-        self._num_running = len(choices)
+    choices: Sequence[Choice]
+    stream: EventStream
+    events: Spelling
+    interval: Interval
+    abort: Callable[[Generation, FinishReason], None]  # the dispatcher's
+
+    def __post_init__(self) -> None:
+        self.sinks = [StreamedChoice(choice, self) for choice in self.choices]
+        self._num_running = len(self.choices)
 
     @property
     def closed(self) -> asyncio.Future[None]:
