@@ -83,8 +83,10 @@ class Member:
                 parts = await self._parts(stopped)
                 if parts is not None:
                     self._is_ready = True
+                    self._compiles.arm()
                     await self._serve(parts, stopped, on_ready)
         finally:
+            self._compiles.disarm()
             await self._visit.close()
 
     async def _parts(self, stopped: "asyncio.Task[Any]") -> _Built | None:
@@ -143,9 +145,7 @@ class Member:
     def _build(self) -> _Built:
         join(self._config, self._role, self._visit.all_came, self._loop)
         calls = self._build_engine()
-        leader = members.texts_of_all("")[0]
-        self._compiles.arm()
-        return _Built(calls, leader)
+        return _Built(calls, leader=members.texts_of_all("")[0])
 
     async def _follow(self, built: _Built, on_ready: Callable[[str], None]) -> None:
         rank = self._config.node_rank
