@@ -90,8 +90,12 @@ async def test_a_trial_that_is_dropped_leaves_no_process() -> None:
     assert await trial.fault(schema({})) == ""
     assert len(processes()) == len(before) + 1
     del trial
-    gc.collect()
-    assert processes() == before
+
+    def is_gone() -> bool:
+        gc.collect()  # the thread that asked the process may hold it for a moment longer
+        return processes() == before
+
+    await until(is_gone)
 
 
 async def test_a_host_that_starts_no_process_is_an_internal_error_and_leaves_nothing_open(
