@@ -99,12 +99,13 @@ def test_a_server_may_put_something_of_its_own_before_the_id():
         Heard.of(3, reads, NUM_TOKENS, TEXTS)
 
 
+def event(kind: str, **data: object) -> bytes:
+    told = orjson.dumps({"type": kind, **data})
+    return b"event: " + kind.encode() + b"\ndata: " + told + b"\n\n"
+
+
 def response(end: str = "response.incomplete", stream: int = 3) -> list[bytes]:
     """What a Responses server writes, without chunk headers; the opening events as one piece."""
-
-    def event(kind: str, **data: object) -> bytes:
-        told = orjson.dumps({"type": kind, **data})
-        return b"event: " + kind.encode() + b"\ndata: " + told + b"\n\n"
 
     of_request = {"response": {"id": f"s-{stream:06d}"}}
     opening = [event("response.created", **of_request)] + [event("other")] * 3
@@ -119,45 +120,11 @@ def response(end: str = "response.incomplete", stream: int = 3) -> list[bytes]:
 RESPONSES = Dialect("/v1/responses", opening=4)
 
 
-def test_a_response_is_read_as_a_chat_is():
-    reads = Reads.after(RESPONSES.opening)
-    counted = []
-    for time_s, data in enumerate(response()):
-        reads.add(float(time_s), data)
-        counted.append(reads.events)
-    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))  # as after a chat's single opening event
-    found = Heard.of(3, reads, NUM_TOKENS, TEXTS, RESPONSES)
-    assert found.token_s.tolist() == [float(k + 1) for k in range(NUM_TOKENS)]
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        response()[:5] + response()[6:],
-        response("response.failed"),
-        response()[:-1],
-        [*response()[:-1], response(stream=2)[-1]],
-        [response()[0] + b"data: no json\n\n", *response()[1:]],
-    ],
-    ids=["lost", "failed", "no end", "of another request", "no event"],
-)
-def test_a_response_that_is_not_whole_fails(pieces):
-    reads = Reads.after(RESPONSES.opening)
-    for data in pieces:
-        reads.add(0.0, data)
-    with pytest.raises(BadStream, match="stream 3"):
-        Heard.of(3, reads, NUM_TOKENS, TEXTS, RESPONSES)
-
-
 MESSAGES = Dialect("/v1/messages", opening=2)
 
 
 def message(stream: int = 3, reason: str = "max_tokens", end: str = "message_stop") -> list[bytes]:
     """A stream of /v1/messages: the opening events, one with each token, and the ending ones."""
-
-    def event(kind: str, **data: object) -> bytes:
-        told = orjson.dumps({"type": kind, **data})
-        return b"event: " + kind.encode() + b"\ndata: " + told + b"\n\n"
 
     opening = event("message_start", message={"id": f"s-{stream:06d}"})
     opening += event("content_block_start", index=0)
@@ -169,35 +136,49 @@ def message(stream: int = 3, reason: str = "max_tokens", end: str = "message_sto
     return [b"HTTP/1.1 200 OK\r\n\r\n" + opening, *said, ending + event(end) + b"\r\n0\r\n\r\n"]
 
 
-def test_a_message_is_read_as_a_chat_is():
-    reads = Reads.after(MESSAGES.opening)
+@pytest.mark.parametrize(
+    ("dialect", "pieces"),
+    [(RESPONSES, response()), (MESSAGES, message())],
+    ids=["response", "message"],
+)
+def test_a_response_and_a_message_are_read_as_a_chat_is(dialect, pieces):
+    reads = Reads.after(dialect.opening)
     counted = []
-    for time_s, data in enumerate(message()):
+    for time_s, data in enumerate(pieces):
         reads.add(float(time_s), data)
         counted.append(reads.events)
-    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))
-    found = Heard.of(3, reads, NUM_TOKENS, TEXTS, MESSAGES)
+    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))  # as after a chat's single opening event
+    found = Heard.of(3, reads, NUM_TOKENS, TEXTS, dialect)
     assert found.token_s.tolist() == [float(k + 1) for k in range(NUM_TOKENS)]
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    ("dialect", "pieces"),
     [
-        message()[:5] + message()[6:],
-        message(reason="end_turn"),
-        message()[:-1],
-        [message(stream=2)[0], *message()[1:]],
-        [message()[0] + b"data: no json\n\n", *message()[1:]],
-        message(end="error"),
+        (RESPONSES, response()[:5] + response()[6:]),
+        (RESPONSES, response("response.failed")),
+        (RESPONSES, response()[:-1]),
+        (RESPONSES, [*response()[:-1], response(stream=2)[-1]]),
+        (RESPONSES, [response()[0] + b"data: no json\n\n", *response()[1:]]),
+        (MESSAGES, message()[:5] + message()[6:]),
+        (MESSAGES, message(reason="end_turn")),
+        (MESSAGES, message()[:-1]),
+        (MESSAGES, [message(stream=2)[0], *message()[1:]]),
+        (MESSAGES, [message()[0] + b"data: no json\n\n", *message()[1:]]),
+        (MESSAGES, message(end="error")),
     ],
-    ids=["lost", "ended early", "no end", "of another request", "no event", "failed"],
+    ids=[
+        *("lost", "failed", "no end", "of another request", "no event"),
+        *("message lost", "ended early", "message without end", "another's message"),
+        *("no event of a message", "message failed"),
+    ],
 )
-def test_a_message_that_is_not_whole_fails(pieces):
-    reads = Reads.after(MESSAGES.opening)
+def test_a_response_or_message_that_is_not_whole_fails(dialect, pieces):
+    reads = Reads.after(dialect.opening)
     for data in pieces:
         reads.add(0.0, data)
     with pytest.raises(BadStream, match="stream 3"):
-        Heard.of(3, reads, NUM_TOKENS, TEXTS, MESSAGES)
+        Heard.of(3, reads, NUM_TOKENS, TEXTS, dialect)
 
 
 def test_tokens_of_one_piece_share_its_stamp():
