@@ -23,3 +23,10 @@ class NodeLost(RuntimeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class ProfileError(RuntimeError):
+    """A profile cannot begin, or could not be written. The message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

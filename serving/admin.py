@@ -72,6 +72,19 @@ class AbortFields(msgspec.Struct):
     abort_all: bool | None = None
 
 
+class ProfileFields(msgspec.Struct):
+    """POST /start_profile: SGLang's fields. Other fields, and `activities`, are not read."""
+
+    output_dir: NotServed[str] = None
+    start_step: NotServed[Any] = None
+    num_steps: NotServed[Any] = None
+    profile_by_stage: NotServed[bool] = None
+    profile_stages: NotServed[Any] = None
+    profile_prefix: NotServed[str] = None
+    merge_profiles: NotServed[bool] = None
+    with_stack: NotServed[bool] = None
+
+
 class DrainFields(msgspec.Struct):
     """POST /drain."""
 
@@ -82,6 +95,7 @@ _PROBE_LOOKS_S = 0.02
 _tokenizes = msgspec.json.Decoder(TokenizeFields)
 _detokenizes = msgspec.json.Decoder(DetokenizeFields)
 _aborts = msgspec.json.Decoder(AbortFields)
+_profiles = msgspec.json.Decoder(ProfileFields)
 _drains = msgspec.json.Decoder(DrainFields)
 
 
@@ -376,6 +390,25 @@ class Admin:
                 message = "this server keeps no timelines: --timeline-requests is 0"
             raise ApiError(404, message, "request_id", "request_not_found")
         return Response(body, media_type="application/json")
+
+    async def start_profile(self, request: HttpRequest) -> Response:
+        """200 when at least one worker has begun a profile; each ends by itself after a while."""
+        async with self._body(request) as body:
+            if body:
+                refuse(read_json(_profiles, body))
+        return await self._profile(True, "no profile has begun")
+
+    async def stop_profile(self, request: HttpRequest) -> Response:
+        """200 when at least one worker's profile is written."""
+        return await self._profile(False, "no profile was written")
+
+    async def _profile(self, start: bool, nothing: str) -> Response:
+        self._front.require_ready()
+        folders, refusals = await self._dispatcher.profile(start)
+        if not folders:
+            why = "; ".join(f"{worker_id}: {told}" for worker_id, told in refusals.items())
+            raise ApiError(400, f"{nothing}. {why}", code="no_profile")
+        return _json({"success": not refusals, "folders": folders, "refusals": refusals})
 
     async def drain(self, request: HttpRequest) -> Response:
         """{"worker_id": id}: that worker takes nothing new, finishes its work and leaves."""

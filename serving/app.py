@@ -101,6 +101,8 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         Route("/flush_cache", admin.flush_cache, methods=["GET", "POST"]),
         Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
         Route("/abort_request", admin.abort_request, methods=["POST"]),
+        Route("/start_profile", admin.start_profile, methods=["POST"]),
+        Route("/stop_profile", admin.stop_profile, methods=["POST"]),
         Route("/drain", admin.drain, methods=["POST"]),
         Route("/requests/{request_id:path}/timeline", admin.timeline),
     ]

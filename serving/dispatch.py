@@ -231,6 +231,22 @@ class Dispatcher:
                 messages.append(f"{link.worker_id}: {answer.message}")
         return flushed, "; ".join(messages) or "no worker is available"
 
+    async def profile(self, start: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Begin a profile in every worker, or end it and wait until it is written.
+
+        Returns folders, and why some workers have none, both by worker id.
+        """
+        ask = WorkerLink.start_profile if start else WorkerLink.stop_profile
+        folders, refusals = {}, {}
+        for link, answer in await self._ask_all(ask):
+            if isinstance(answer, RpcError):
+                refusals[link.worker_id] = str(answer)
+            elif answer.refusal:
+                refusals[link.worker_id] = answer.refusal
+            else:
+                folders[link.worker_id] = answer.folder
+        return folders, refusals
+
     def forget_prefixes(self) -> None:
         """Another process of this server had all caches flushed."""
         for link in self._membership.open_links():

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 SILENCE_S = 3.0  # a worker sends something every 0.5 s; one silent for this long hangs
 CALL_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 2.0
+_PROFILE_TIMEOUT_S = 600.0  # writing what a long profile saw can take minutes
 MAX_BATCH = 256  # submits in one call
 # Bytes of their token ids, unless one has more: gRPC takes 256 MiB, and a worker must answer in
 # time. 128 choices of one prompt of 524,288 tokens have 256 MiB.
@@ -198,6 +199,15 @@ class WorkerLink:
         reply = await self._client.call("Drain", wire.Empty(), wire.DrainReply, CALL_TIMEOUT_S)
         self.mark_draining()
         return reply
+
+    async def start_profile(self) -> wire.ProfileReply:
+        return await self._profile("StartProfile")
+
+    async def stop_profile(self) -> wire.ProfileReply:
+        return await self._profile("StopProfile")
+
+    async def _profile(self, method: str) -> wire.ProfileReply:
+        return await self._client.call(method, wire.Empty(), wire.ProfileReply, _PROFILE_TIMEOUT_S)
 
     # --- the reply stream ---
 

@@ -136,6 +136,8 @@ class FakeWorker:
         self.ranks: tuple[wire.Load, ...] = ()
         self.counters: dict[str, float] = {}
         self.compiles_after_ready = 0
+        self.profile_dir = ""
+        self.profiling = False
         self._held: list[tuple[str, wire.StepBatch]] | None = None
         self._prefixes: set[tuple[str, tuple[int, ...]]] = set()
         self._streams: dict[str, asyncio.Queue[wire.StepBatch | None]] = {}
@@ -163,6 +165,8 @@ class FakeWorker:
         server.unary("Abort", wire.AbortBatch, self._abort)
         server.unary("Info", wire.Empty, self._info)
         server.unary("Flush", wire.Empty, self._flush)
+        server.unary("StartProfile", wire.Empty, self._start_profile)
+        server.unary("StopProfile", wire.Empty, self._stop_profile)
         server.unary("Drain", wire.Empty, self._drain)
         server.stream("Subscribe", wire.Subscribe, self._subscribe)
         self.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
@@ -372,6 +376,18 @@ class FakeWorker:
     async def _flush(self, _: wire.Empty) -> wire.FlushReply:
         self._prefixes.clear()
         return wire.FlushReply(True, "flushed")
+
+    async def _start_profile(self, _: wire.Empty) -> wire.ProfileReply:
+        if not self.profile_dir:
+            return wire.ProfileReply("", "started without --profile-dir")
+        self.profiling = True
+        return wire.ProfileReply(self.profile_dir)
+
+    async def _stop_profile(self, _: wire.Empty) -> wire.ProfileReply:
+        if not self.profiling:
+            return wire.ProfileReply("", "no profile has begun")
+        self.profiling = False
+        return wire.ProfileReply(self.profile_dir)
 
     async def _drain(self, _: wire.Empty) -> wire.DrainReply:
         """Draining is reported at once, also to the registry; the test makes it leave."""

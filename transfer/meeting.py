@@ -48,6 +48,7 @@ _OWN: Final = frozenset(
         "model_path",
         "served_model_name",
         "expert_distribution_file",
+        "profile_dir",
         "init_expert_location",  # the file's content is compared instead
     )
 )

@@ -5,8 +5,9 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import numpy as np
 from model import members, processors
 from model.calls import Calls
 from model.chunks import ChunkInFlight
+from model.errors import ProfileError
 from model.opening import OpenedModel, on_cpu
+from model.profiles import Profiler
 from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
@@ -78,6 +81,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             self._meeting = Meeting(
                 config.dist_init_addr, config.nnodes, security, self._member_lost
             )
+        self._profiler = Profiler(config.profile_dir, config.profile_timeout_s)
         self._grammars: Grammars | None = None
         self._emitter: StepEmitter
         self._facts: PoolFacts
@@ -135,9 +139,18 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
     def register_methods(self, server: RpcServer) -> None:
+        server.unary("StartProfile", wire.Empty, self._start_profile)
+        server.unary("StopProfile", wire.Empty, self._stop_profile)
         if self._leader is not None:
             server.stream("Follow", Follow, self._leader.feed)
             server.unary("StillThere", Follow, self._leader.still_there)
+
+    async def _start_profile(self, _: wire.Empty) -> wire.ProfileReply:
+        self.require_ready()
+        return await _folder_of(self._profiler.start(self.worker_id()))
+
+    async def _stop_profile(self, _: wire.Empty) -> wire.ProfileReply:
+        return await _folder_of(self._profiler.stop())
 
     def lead(self, calls: Calls) -> None:
         """Make the other members of this group repeat every call from here on."""
@@ -435,3 +448,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             grants_waiting=grants_waiting,
             devices=self._devices,
         )
+
+
+async def _folder_of(profile: Awaitable[Path]) -> wire.ProfileReply:
+    try:
+        return wire.ProfileReply(str(await profile))
+    except ProfileError as error:
+        return wire.ProfileReply("", str(error))

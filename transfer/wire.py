@@ -382,6 +382,13 @@ class DrainReply(Message):
     began: bool  # False: it was draining already
 
 
+class ProfileReply(Message):
+    """Answer to `StartProfile` and `StopProfile`."""
+
+    folder: str  # on the worker's host; "": refused
+    refusal: str = ""
+
+
 class FlushReply(Message):
     flushed: bool
     message: str

@@ -64,6 +64,8 @@ class WorkerConfig:
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     drain_timeout_s: float = 30.0  # the most time for begun rooms to finish, once told to leave
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
+    profile_dir: str = ""  # where profiles are written; "" = each is refused
+    profile_timeout_s: float = 1.0  # a profile ends by itself after so long
     watchdog_timeout_s: float = 300.0  # a process that stands still for so long ends; 0 = none does
 
     def __post_init__(self) -> None:
@@ -85,6 +87,12 @@ class WorkerConfig:
         above_zero(self, "stall_timeout_s")
         at_most(self, "stall_timeout_s", MAX_TIMEOUT_S)
         at_least(self, "drain_timeout_s", 0)
+        above_zero(self, "profile_timeout_s")
+        at_most(self, "profile_timeout_s", MAX_TIMEOUT_S)
+        if self.profile_dir:
+            folder = Path(self.profile_dir)
+            if not is_there("--profile-dir", folder, folder.is_dir):
+                raise ConfigError(f"--profile-dir: {folder} is not a folder")
         at_least(self, "watchdog_timeout_s", 0)
         at_most(self, "watchdog_timeout_s", MAX_TIMEOUT_S)
         if not 0.0 <= self.mem_fraction_static <= 1.0:
@@ -254,6 +262,9 @@ WORKER_HELP = {
     "max_frame_bytes": "maximum bytes of pages sent as one frame",
     "drain_timeout_s": "seconds in which a worker told to leave (SIGTERM, POST /drain) may finish "
     "the requests that it has",
+    "profile_dir": "folder in which POST /start_profile has this worker write what its devices and "
+    "threads do; '': profiles are refused",
+    "profile_timeout_s": "seconds after which a profile ends unless POST /stop_profile ends it",
     "stall_timeout_s": "seconds without progress after which a data connection counts as lost",
     "watchdog_timeout_s": "seconds without progress of its loop, or at one grammar, after which "
     "the process writes where it hangs and exits; must be longer than a chunk or a step takes; "

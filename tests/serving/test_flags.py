@@ -32,23 +32,20 @@ ROLES: up.Roles = {"prefill": PrefillConfig, "decode": DecodeConfig}
 NEEDED = {"model_path": Path("a/model"), "registry_address": "127.0.0.1:1"}
 GIVEN = [f"{flag_name(name)}={value}" for name, value in NEEDED.items()]
 # Values for fields where one more than the default would be refused, or means nothing.
+PARTED = {"tp_size": 2, "ep_size": 2}
 NODES = {"tp_size": 6, "nnodes": 3, "node_rank": 2, "dist_init_addr": "10.1.2.3:45"}
 OTHERS: dict[str, dict[str, Any]] = {
     "ep_size": {"tp_size": 4, "ep_size": 2},
-    "ep_num_redundant_experts": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2},
-    "init_expert_location": {"tp_size": 2, "ep_size": 2, "init_expert_location": "a.json"},
-    "enable_eplb": {"tp_size": 2, "ep_size": 2, "enable_eplb": True},
-    "expert_distribution_file": {
-        "tp_size": 2,
-        "ep_size": 2,
-        "enable_eplb": True,
-        "expert_distribution_file": "counts.json",
-    },
+    "ep_num_redundant_experts": PARTED | {"ep_num_redundant_experts": 2},
+    "init_expert_location": PARTED | {"init_expert_location": "a.json"},
+    "enable_eplb": PARTED | {"enable_eplb": True},
+    "expert_distribution_file": PARTED | {"enable_eplb": True, "expert_distribution_file": "a"},
     "eplb_min_rebalancing_utilization_threshold": {
         "eplb_min_rebalancing_utilization_threshold": 0.5
     },
     "page_size": {"page_size": 32},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
+    "profile_dir": {"profile_dir": "."},
     "stream_interval": {"stream_interval": 7},
     "allowed_origins": {"allowed_origins": ("https://a.example", "http://[::1]:3000")},
     "default_chat_template_kwargs": {"default_chat_template_kwargs": '{"a": "b c"}'},
