@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -78,6 +79,27 @@ def test_readme_names_only_what_exists():
         pytest.skip("no README.md")
     findings = list(house.readme_names_only_what_exists(ROOT, readme.read_text(encoding="utf-8")))
     assert not findings, "\n".join(findings)
+
+
+def test_a_wheel_has_every_file_that_its_packages_need():
+    """Python files come along by themselves, and measured rows stay in the clone."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packaged = {
+        path
+        for package, patterns in setuptools["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    packages = {name for name in setuptools["packages"]["find"]["include"] if "." not in name}
+    needed = {
+        ROOT / path
+        for path in tracked_files()
+        if path.split("/")[0] in packages
+        and not path.endswith(".py")
+        and not path.startswith("bench/results/")
+    }
+    assert needed
+    assert needed == packaged
 
 
 def test_every_decision_is_listed_once():
