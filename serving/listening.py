@@ -12,7 +12,6 @@ from serving.config import ServeConfig
 from serving.connection import Bound
 from transfer import open_files, ports
 from transfer.errors import ConfigError
-from transfer.ports import host_port
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,8 @@ def address_of(sock: socket.socket) -> Address:
     """The address of a bound socket."""
     if sock.family == socket.AF_UNIX:
         return Address("http://localhost", sock.getsockname())
-    host, port = sock.getsockname()[:2]
-    return Address(f"http://{host_port(host, port)}")
+    place = ports.host_port(*ports.bound_to(sock))
+    return Address(f"http://{place.replace('%', '%25')}")  # as RFC 6874 writes a scope
 
 
 def refuse_two_addresses(argv: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from model.config import check_folder
 from serving import api
@@ -293,7 +294,7 @@ def _server_info(address: Address, api_key: str) -> dict[str, Any]:
     if address.uds:
         connection: http.client.HTTPConnection = _UnixConnection(address.uds)
     else:
-        place = address.url.removeprefix("http://")
+        place = unquote(address.url.removeprefix("http://"))
         connection = http.client.HTTPConnection(place, timeout=_PROBE_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     try:
@@ -330,9 +331,10 @@ def _say_ready(address: Address, model: str, api_key: str) -> None:
             "stream": True,
         }
     )
+    url = shlex.quote(f"{address.url}/v1/chat/completions")  # zsh expands the brackets of IPv6
     by = f"--unix-socket {shlex.quote(address.uds)} " if address.uds else ""
     terminal.say(
         f"\nkvferry is ready: {address}  (model {model})\n\nStream a completion:\n\n"
-        f"  curl -N {by}{address.url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"  curl -N {by}{url} -H 'Content-Type: application/json'{key} "
         f"\\\n    -d {shlex.quote(body)}\n\nCtrl-C stops every process.\n"
     )

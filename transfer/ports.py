@@ -37,6 +37,14 @@ def address_of(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, .
     return family, address
 
 
+def bound_to(sock: socket.socket) -> tuple[str, int]:
+    """Host and port of a bound socket: the address in digits, a link-local one with its scope."""
+    host, port = socket.getnameinfo(
+        sock.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    )
+    return host, int(port)
+
+
 def listen(sock: socket.socket, host: str, port: int, flag: str, backlog: int) -> socket.socket:
     """Make a bound socket listen; returns it. On failure closes it and raises ConfigError."""
     with _taking(sock, host, port, flag):

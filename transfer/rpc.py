@@ -218,7 +218,7 @@ class RpcServer:
         # gRPC gets a numeric address that was free. Given a name, or `::`, it would settle for any
         # one of its addresses, and be the second server on the others.
         with ports.bind(host, port, flag) as sock:
-            numeric = str(sock.getsockname()[0])
+            numeric, _ = ports.bound_to(sock)
         bound = await self.start_at(ports.host_port(numeric, port))
         if not self._most_connections:
             self._counting = asyncio.create_task(open_files.tell_when_short(self._clock))

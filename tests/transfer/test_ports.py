@@ -1,9 +1,12 @@
 """Addresses of hosts as text: apart and together again, and what is none or cannot be bound."""
 
+import socket
+from typing import Any
+
 import pytest
 
 from transfer.errors import ConfigError
-from transfer.ports import bind, host_port, split_host_port
+from transfer.ports import bind, bound_to, host_port, split_host_port
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,14 @@ def test_a_host_that_cannot_be_is_refused_with_both_flags(host: str, why: str) -
         bind(host, 0, "--port")
     said = f"cannot listen on {host}:0: {why}; choose another --port or --host"
     assert str(caught.value) == said
+
+
+def test_a_bound_address_is_told_in_digits_with_its_scope() -> None:
+    class Scoped(socket.socket):
+        def getsockname(self) -> Any:
+            return "fe80::1", 8998, 0, 1
+
+    with Scoped(socket.AF_INET6) as scoped:
+        assert bound_to(scoped) == (f"fe80::1%{socket.if_indextoname(1)}", 8998)
+    with bind("localhost", 0, "--port") as sock:
+        assert bound_to(sock) == ("127.0.0.1", sock.getsockname()[1])
