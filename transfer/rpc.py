@@ -474,10 +474,15 @@ def _status(error: RpcError) -> grpc.StatusCode:
 
 @contextlib.contextmanager
 def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None]:
-    """Raise gRPC's errors inside as ours, about `what`. otherwise: for a status not of ours."""
+    """Raise gRPC's errors inside as ours, about `what`. otherwise: for a status not of ours.
+
+    Their frames and this one would hold each other, with the call, until the collector runs, which
+    is seldom. Meanwhile a channel that is closed would connect again, and stay connected.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        error.with_traceback(None)
         if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
             raise Unavailable(f"{what}: no answer in time") from error
         kind, told = _ERRORS.get(error.code(), otherwise), error.details()
@@ -485,9 +490,10 @@ def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None
             told = "a process of another kind is at this address"  # gRPC: "Method not found!"
             kind = Incompatible if otherwise is RpcError else otherwise
         raise kind(f"{what}: {told}") from error
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         # gRPC raises it in the calls of a channel that is closed, too: is it meant for the caller?
-        task = asyncio.current_task()
-        if task is not None and task.cancelling() > 0:
+        if (task := asyncio.current_task()) is not None and task.cancelling() > 0:
             raise
+        del task  # it will hold what is raised here
+        error.with_traceback(None)
         raise Unavailable(f"{what}: the channel was closed") from None
