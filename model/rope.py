@@ -72,10 +72,14 @@ def read_rope(
 
     latent: whether attention is latent, as DeepSeek's. usual: settings where there are none.
     usual_share: the part of a head's entries that is rotated, where no field gives it; None: all,
-    and nothing else is accepted. raises_theta: whether the kind "dynamic" is accepted, Hunyuan's.
-    Raises ModelError.
+    and nothing else is accepted. raises_theta: whether the kind "dynamic" is accepted, Hunyuan's,
+    and yarn is not. Raises ModelError.
     """
-    kinds = _KINDS | ({_RAISED: _RAISED_KEYS} if raises_theta else {})
+    kinds = dict(_KINDS)
+    if raises_theta:
+        # Norms follow the rotation there, and would undo the factor that yarn gives it.
+        del kinds["yarn"]
+        kinds[_RAISED] = _RAISED_KEYS
     if latent:
         kinds["yarn"] += _LATENT_KEYS
     top = fields.theta()

@@ -401,6 +401,10 @@ def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> No
         (HUNYUAN | {"moe_intermediate_size": 64}, "moe_intermediate_size is 64; accepted: 40, for"),
         (HUNYUAN | _rope(HUNYUAN, "rope_scaling", alpha=None), "rope_scaling: alpha is missing"),
         (HUNYUAN | _rope(HUNYUAN, "rope_scaling", alpha=0), "alpha is 0; accepted: a finite numbe"),
+        (
+            HUNYUAN | {"rope_scaling": KIMI["rope_scaling"]},
+            "'yarn'; accepted: default, linear, llama3",
+        ),
         (HUNYUAN_DENSE | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (QWEN | {"rope_scaling": HUNYUAN["rope_scaling"]}, "'dynamic'; accepted: default, linear"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
