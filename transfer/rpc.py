@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# gRPC's C core reads this once, at import. What it would log also reaches us as exceptions.
+# gRPC's C core reads these once. What it would log also reaches us as exceptions. And it would look
+# names up by itself, and find other addresses than those that are listened on, or none.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 
 import grpc
 import grpc.aio
@@ -482,14 +484,13 @@ def _errors_of(what: str, otherwise: type[RpcError] = RpcError) -> Iterator[None
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        error.with_traceback(None)
         if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-            raise Unavailable(f"{what}: no answer in time") from error
+            raise Unavailable(f"{what}: no answer in time") from error.with_traceback(None)
         kind, told = _ERRORS.get(error.code(), otherwise), error.details()
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             told = "a process of another kind is at this address"  # gRPC: "Method not found!"
             kind = Incompatible if otherwise is RpcError else otherwise
-        raise kind(f"{what}: {told}") from error
+        raise kind(f"{what}: {told}") from error.with_traceback(None)
     except asyncio.CancelledError as error:
         # gRPC raises it in the calls of a channel that is closed, too: is it meant for the caller?
         if (task := asyncio.current_task()) is not None and task.cancelling() > 0:

@@ -82,3 +82,14 @@ async def test_a_name_that_has_only_an_address_of_ipv6_is_listened_on(
         if client is not None:
             await client.close()
         await registry.stop()
+
+
+async def test_a_name_that_only_the_system_can_read_is_called_where_it_is_listened_on() -> None:
+    registry = RegistryServer(SECURITY, SYSTEM_CLOCK)
+    port = await registry.start("127.1", 0)
+    client = RegistryClient(f"127.1:{port}", SECURITY, SYSTEM_CLOCK)
+    try:
+        (await client.connect_routes("watcher", follows=True)).close()
+    finally:
+        await client.close()
+        await registry.stop()
