@@ -105,7 +105,7 @@ class ExecutableCache:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError where there is no such folder, and none can be made."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._folder = folder
         self._writes = os.access(folder, os.W_OK | os.X_OK)  # until that fails
         if not self._writes:
@@ -141,8 +141,10 @@ class ExecutableCache:
     def check_owner(self) -> None:
         """Raises PermissionError where others may write to the folder: its files are run unchecked.
 
-        It may belong to root, as in an image that root has made.
+        It may belong to root, as in an image that root has made. Also where it cannot be read.
         """
+        if not os.access(self._folder, os.R_OK | os.X_OK):
+            raise PermissionError(f"{self._folder} may not be read")
         found = self._folder.stat()
         if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"another user owns {self._folder}, or may write to it")
@@ -271,6 +273,7 @@ class ExecutableCache:
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete_on_close=False) as file:
                 file.write(content)
+                os.fchmod(file.fileno(), 0o644)  # an image's user need not be the one who made it
                 file.close()
                 Path(file.name).replace(path)
         except OSError as error:
