@@ -153,8 +153,8 @@ async def serve(
 
     SIGTERM drains. SIGINT, a second SIGTERM, or a SIGTERM before the server takes clients ends at
     once. seat: this process's place among several, None when it serves alone. Raises ConfigError
-    when another process has taken the port meanwhile, and Unauthenticated when the registry, as
-    soon as it is reached, refuses the token.
+    when another process has taken the port meanwhile. As soon as the registry is reached, raises
+    Unauthenticated when it refuses the token, and Incompatible when it is none of this version.
     """
     own = config if seat is None else seat.share_of(config)
     flags.log_config(own)

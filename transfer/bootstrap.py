@@ -290,8 +290,9 @@ class RegistryClient:
 
         on_begin: called before each stream of views; the registry may have restarted in between.
         A KvferryError from on_view is logged, and the next view comes with the next connection.
-        Raises Unauthenticated if the token is refused before the first view; later it may be that
-        of a registry that was started anew, and whoever watches is serving.
+        Before the first view it raises Unauthenticated if the token is refused, and Incompatible if
+        this is no registry of this version; later that may be one started anew, and whoever watches
+        is serving.
         """
         complaint = self._complaint()
         has_seen, heard_s = False, self._clock.monotonic_s()
@@ -308,7 +309,7 @@ class RegistryClient:
             except TimeoutError:
                 complaint.tell(f"nothing came for {SILENCE_S:g} s")
             except KvferryError as error:
-                if isinstance(error, Unauthenticated) and not has_seen:
+                if isinstance(error, Unauthenticated | Incompatible) and not has_seen:
                     raise
                 complaint.tell(error)
             if self._clock.monotonic_s() - heard_s >= SILENCE_S:
@@ -324,7 +325,8 @@ class RegistryClient:
         async with contextlib.aclosing(stream):
             while True:
                 async with asyncio.timeout(SILENCE_S):
-                    view = await anext(stream, None)
+                    with _of_one_version():
+                        view = await anext(stream, None)
                 if view is None:
                     return
                 on_view(view)

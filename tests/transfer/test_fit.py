@@ -146,7 +146,7 @@ async def test_a_registry_that_is_not_there_yet_is_no_obstacle_and_a_wrong_token
             await ask(address, a_worker(), Security("another-token-of-the-tests"))
 
 
-async def test_a_registry_of_another_version_ends_a_worker_as_a_misfit_does() -> None:
+async def test_a_registry_of_another_version_ends_whoever_starts_as_a_misfit_does() -> None:
     """The operator mends it, so the exit code is 2: a service is not started again in vain."""
 
     async def watch(_: wire.Empty) -> AsyncIterator[wire.Empty]:
@@ -163,17 +163,23 @@ async def test_a_registry_of_another_version_ends_a_worker_as_a_misfit_does() ->
             await ask(address, a_worker())
         with pytest.raises(Incompatible, match=r"another version of kvferry.*not a OfLater"):
             await asyncio.wait_for(client.run_worker(a_worker(), 1, lambda: load), PATIENCE_S)
+        with pytest.raises(Incompatible, match=r"another version of kvferry.*not a ClusterView"):
+            await asyncio.wait_for(client.watch(print), PATIENCE_S)
     finally:
         await client.close()
         await server.stop()
 
 
-async def test_an_address_of_another_process_ends_a_worker_as_a_misfit_does() -> None:
+async def test_an_address_of_another_process_ends_whoever_starts_as_a_misfit_does() -> None:
     server = RpcServer(SECURITY)  # as of a worker, given in the place of the registry
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
         with pytest.raises(Incompatible, match=f"{address}: a process of another kind"):
             await ask(address, a_worker())
+        client = RegistryClient(address, SECURITY, SYSTEM_CLOCK)
+        with pytest.raises(Incompatible, match=f"{address}: a process of another kind"):
+            await asyncio.wait_for(client.watch(print), PATIENCE_S)
+        await client.close()
     finally:
         await server.stop()
 
