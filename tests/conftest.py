@@ -39,16 +39,6 @@ settings.load_profile("patient")
 gc.set_threshold(10_000, 20, 100)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` unless the platforms asked for include one."""
-    if "cuda" in os.environ["JAX_PLATFORMS"] or "gpu" in os.environ["JAX_PLATFORMS"]:
-        return
-    skip = pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _only_own_garbage() -> None:
     """Freeze what exists before a module's tests, so that their collections do not look at it.
