@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -15,6 +16,7 @@ from bench.report import Report
 from bench.shapes import DEMO_GPT_OSS, DEMO_LATENT, DEMO_MOE, KERNEL_PARTS, Shape
 from bench.surroundings import Surroundings
 from model import kernels as backends
+from model import page_runs
 from model.errors import ModelError
 from model.kernels import Backend, Target
 from model.programs import tree_bytes
@@ -108,6 +110,15 @@ def test_on_an_accelerator_the_form_of_the_reference_that_it_takes_is_compared(m
     errors = {row.case: row.value for row in report.rows if row.metric == "reference off reference"}
     cases = ("decode attention x2", "prefill attention 8", *WINDOWED)
     assert errors.keys() >= {f"tiny {case}" for case in cases}
+
+
+def test_on_an_accelerator_pages_are_timed_on_their_way_to_the_host_and_back(monkeypatch):
+    report = Report("kernels", Surroundings("c", "d", {}), out=io.StringIO())
+    bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.0)
+    monkeypatch.setattr(page_runs, "_ON_THE_HOST", ())
+    monkeypatch.setattr(kernels.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    bench.pages()
+    assert [row.metric for row in report.rows] == ["gather", "to host", "to device", "scatter"]
 
 
 def test_batches_whose_pages_do_not_fit_are_left_out_and_a_shape_of_which_nothing_fits_refused():

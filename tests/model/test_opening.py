@@ -1,4 +1,4 @@
-"""A CPU pool's size is the same at the next start, and a size that was asked for is exact."""
+"""A pool takes what memory is left: on a CPU the same at the next start, and what was asked for."""
 
 import os
 from dataclasses import replace
@@ -181,6 +181,27 @@ def test_padding_costs_on_a_cpu_unless_the_network_is_small(
     monkeypatch.setattr(opening, "on_cpu", lambda: False)
     found.append(opened.padding_costs)
     assert found == [False, True, False]
+
+
+def test_on_an_accelerator_a_model_keeps_its_dtype_and_its_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "on_cpu", lambda: False)
+    opened = open_plainly(GOLDENS / "gpt_oss" / "model", 0, 0, dtype="auto")
+    assert (opened.model.dtype.name, opened.kv.dtype) == ("bfloat16", "bfloat16")
+    assert opened.context_length == 8192 > opening.CPU_CONTEXT_LENGTH
+    assert (opened.kv.page_size, opened.run_pages) == (64, 32)
+
+
+def test_on_an_accelerator_the_pool_takes_all_that_is_left_and_nothing_is_promised(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(opening, "on_cpu", lambda: False)
+    monkeypatch.setattr(opening, "PROMISES", Promises(tmp_path))
+    budget, page_bytes = 777 * MIB, opened.kv.all_layers_bytes
+    left = budget - budget // 16 - tree_bytes(opened.params)
+    assert pages(opened, budget, monkeypatch) == left // page_bytes
+    assert [file.name for file in tmp_path.iterdir()] == ["turn"]
 
 
 @given(st.integers(1, 1 << 40))

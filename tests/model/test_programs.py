@@ -2,6 +2,8 @@
 
 import re
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -77,6 +79,12 @@ def test_a_plan_reads_as_one_line() -> None:
 def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
     with pytest.raises(ModelError, match=re.escape(f"(0, 1], got {fraction}")):
         memory_budget_bytes(fraction, [])
+
+
+def test_each_accelerator_gives_as_much_as_the_one_with_the_least_memory() -> None:
+    limits = [{"bytes_limit": 80 * MIB}, {"bytes_limit": 60 * MIB}]
+    devices: Any = [SimpleNamespace(platform="gpu", memory_stats=lambda x=x: x) for x in limits]
+    assert memory_budget_bytes(0.5, devices) == 2 * 30 * MIB
 
 
 def test_a_plan_for_several_ranks_says_what_each_has() -> None:
