@@ -82,7 +82,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         # The receiver listens when all is loaded and compiled: a port that is taken is told now.
         bind(config.data_host or config.host, config.data_port, DATA_FLAGS).close()
         self.meet()
-        engine, opened, rank_slots, local, ring_pages = build_engine(config, self.check_fit)
+        engine, opened, rank_slots, local, ring_pages = build_engine(config, self.before_weights)
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(

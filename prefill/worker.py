@@ -92,7 +92,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         self.meet()
-        engine, opened, buckets = build_engine(config, self.check_fit)
+        engine, opened, buckets = build_engine(config, self.before_weights)
         log.info("memory: %s", engine.plan)
         connections = config.transfer_connections or default_connections()
         sender = open_sender(

@@ -57,7 +57,8 @@ class GrammarReady:
 class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     """Owner of the rooms that one worker holds: the engine thread alone changes them.
 
-    `meet`, `check_fit`, `lead` and `resolved` are parts of the build, when there are no rooms yet.
+    `meet`, `before_weights`, `lead` and `resolved` are parts of the build, when there are no rooms
+    yet.
     """
 
     side: Side
@@ -128,15 +129,18 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             assert self._loop is not None
             join(self.config, self.role, self._meeting.all_came, self._loop)
 
-    def check_fit(self, opened: OpenedModel) -> None:
-        """Raise Incompatible if the registry would refuse this worker with such a model.
+    def before_weights(self, opened: OpenedModel) -> None:
+        """Begin to open the tokenizer for grammars, if the registry takes such a worker.
 
-        Called before the work that takes minutes. Passes where there is no registry yet.
+        Called before the work that takes minutes. Raises Incompatible if the registry would refuse
+        this worker with such a model. Passes where there is no registry yet.
         """
         assert self._loop is not None
         assert self._registry is not None
         asked = self._registry.check_fit(self.described(opened))
         asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        # Their tokenizer takes tens of MiB, which should be there when memory is planned.
+        self._grammars = Grammars(self.config.model_path, opened.model.cfg)
 
     def register_methods(self, server: RpcServer) -> None:
         server.unary("StartProfile", wire.Empty, self._start_profile)
@@ -368,7 +372,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         more: fields of the config, by name, that only this role knows.
         """
         kv = opened.kv
-        self._grammars = Grammars(self.config.model_path, opened.model.cfg)
         self._experts_counted = opened.experts.counters
         mesh = opened.model.mesh
         self._devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"

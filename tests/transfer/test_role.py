@@ -1,5 +1,6 @@
 """What both roles do alike; more of it is tested with each role and in tests/sim."""
 
+import asyncio
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from tests.sim.alone import Alone
 from tests.sim.grammars import SimGrammars
 from tests.transfer.samples import KV
-from transfer import wire
+from transfer import role, wire
 from transfer.opened import PoolFacts
 from transfer.role import RoleWorker
 from transfer.worker_config import WorkerConfig
@@ -40,6 +41,28 @@ def test_a_worker_tells_all_of_its_pages_and_counts_heads_without_copies() -> No
     info = RoleWorker.described(worker, opened, num_pages=3)
     assert msgspec.structs.asdict(info.kv_spec) == asdict(kv) | {"num_kv_heads": 1}
     assert (info.stored_kv_heads, info.max_request_tokens) == (4, 12)
+
+
+async def test_the_tokenizer_for_grammars_takes_its_memory_before_memory_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def check_fit(info: str) -> None:
+        asked.append(info)
+
+    monkeypatch.setattr(role, "Grammars", lambda path, cfg: (path, cfg))
+    worker: Any = SimpleNamespace(
+        _loop=asyncio.get_running_loop(),
+        _registry=SimpleNamespace(check_fit=check_fit),
+        _grammars=None,
+        described=lambda opened: "described",
+        config=WorkerConfig(Path("model"), "127.0.0.1:8998"),
+    )
+    opened: Any = SimpleNamespace(model=SimpleNamespace(cfg="cfg"))
+    await asyncio.to_thread(RoleWorker.before_weights, worker, opened)
+    assert asked == ["described"]
+    assert worker._grammars == (Path("model"), "cfg")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
