@@ -58,6 +58,9 @@ CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where only a flag gives a lon
 # flag where there is plenty.
 _ON_DEVICES = 0.85
 _LEAST_ON_CPU, _MOST_ON_CPU, _FULL_CONTEXTS = 0.1, 0.3, 4
+# On a CPU, what a process takes while it serves besides what is planned: threads' small blocks and
+# what the control plane holds. 15 to 56 MiB for seven networks (docs/adr/0066).
+_SERVING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -333,7 +336,8 @@ def make_pool(
     give_back_freed()  # the plan has given the pool what compiling took
     if on_cpu():
         with PROMISES.turn():  # again, since compiling leaves something behind for good
-            PROMISES.make(final.scratch_bytes + final.num_pages * page_bytes)
+            most = max(final.scratch_bytes, scratch + _SERVING_BYTES)
+            PROMISES.make(most + final.num_pages * page_bytes)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
 

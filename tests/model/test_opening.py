@@ -52,6 +52,23 @@ def test_what_compiling_leaves_behind_keeps_no_promise(
     assert promised - _own_bytes(os.getpid()) == pytest.approx(plan.scratch_bytes, abs=NEAR)
 
 
+def test_what_serving_takes_is_promised_where_scratch_memory_leaves_no_room_for_it(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def programs(num_pages: int) -> list[Program]:
+        return [Program("nothing", jnp.negative, (jnp.zeros(()),))]
+
+    promises: list[int] = []
+    monkeypatch.setattr(Promises, "make", lambda _, num_bytes: promises.append(num_bytes))
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, devices: 600 * MIB)
+    spare = 300 * MIB
+    _, plan, _ = make_pool(opened, 0.0, 1_001 * PAGE_SIZE, 100_000, programs, 0, spare)
+    pool = plan.num_pages * plan.page_bytes
+    before, after = (promise - pool for promise in promises)
+    assert before == plan.scratch_bytes == pytest.approx(338 * MIB, rel=0.01)
+    assert after == pytest.approx(spare + 64 * MIB, abs=MIB)
+
+
 def pool_pages(opened: OpenedModel, fraction: float, tokens: int = 0) -> int:
     """The pool's size in pages. Raises ModelError."""
 
