@@ -8,7 +8,8 @@ from decode.local import local_buckets
 from decode.rings import ringed_window
 from model.buckets import DecodeBuckets, PrefillBuckets, decode_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
-from transfer.choice import check_staging
+from model.promises import PROMISES
+from transfer.choice import arriving_bytes, check_staging
 from transfer.opened import PoolFacts, open_configured
 
 
@@ -33,6 +34,8 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
     def check(opened: OpenedModel) -> None:
         _buckets(config, opened)
         check_staging(config, opened.kv, config.transfer_staging_bytes)
+        if on_cpu() and config.local_prefill_tokens != ANY_PROMPT:
+            PROMISES.lent_bytes = arriving_bytes(config, opened.kv, config.transfer_staging_bytes)
         before_weights(opened)
 
     checked = chunk if config.local_prefill_tokens else config.chunked_prefill_size

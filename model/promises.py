@@ -8,6 +8,7 @@ long as it lives (docs/adr/0066).
 import contextlib
 import logging
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from model.claims import locked
 
 log = logging.getLogger(__name__)
 
+_LENDS: Final = " lends"
+_SHARED: Final = re.compile(r"^RssShmem:\s+(\d+) kB$", re.MULTILINE)
 _TURN: Final = "turn"  # locked by whoever reads all promises and makes its own
 # For another's turn, which takes milliseconds. If it takes longer, that process is frozen.
 _LONGEST_WAIT_S: Final = 10.0
@@ -33,6 +36,8 @@ class Promises:
         self._asked = folder
         self._folder: Path | None = None  # set in a turn, if it can be used
         self._own: int | None = None  # a descriptor that stays open, and locked, until the end
+        # What it lends to others while it serves, which then counts as its own and not as theirs.
+        self.lent_bytes = 0
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -54,7 +59,7 @@ class Promises:
         """
         if self._folder is None:
             return
-        size = _own_bytes(os.getpid()) + num_bytes
+        size = _own_bytes(os.getpid(), self.lent_bytes > 0) + num_bytes + self.lent_bytes
         try:
             if self._own is None:
                 file = self._folder / str(os.getpid())
@@ -64,7 +69,7 @@ class Promises:
                     raise BlockingIOError(f"{file} is locked")
                 self._own = own
             os.ftruncate(self._own, 0)
-            os.pwrite(self._own, str(size).encode(), 0)
+            os.pwrite(self._own, f"{size}{_LENDS if self.lent_bytes else ''}".encode(), 0)
         except OSError as error:
             log.info("other workers do not know of this one's memory: %s", error)
 
@@ -95,8 +100,9 @@ def _outstanding(file: Path) -> int:
             if locked(promise, 0.0):  # the process is gone
                 file.unlink(missing_ok=True)
                 return 0
-            size = int(promise.read() or 0)
-        return max(size - _own_bytes(int(file.name)), 0)
+            said = promise.read().decode()
+        size = int(said.removesuffix(_LENDS) or 0)
+        return max(size - _own_bytes(int(file.name), said.endswith(_LENDS)), 0)
     except (OSError, ValueError, psutil.Error):  # it is leaving
         return 0
 
@@ -113,13 +119,20 @@ def _numbering() -> int:
         return 0
 
 
-def _own_bytes(pid: int) -> int:
+def _own_bytes(pid: int, lends: bool = False) -> int:
     """A process's memory without mapped files: the kernel reclaims those, so they count as free.
 
-    A worker that is loading has mapped the part of its checkpoint that it has read so far.
+    A worker that is loading has mapped the part of its checkpoint that it has read so far. lends:
+    memory that it shares with others is its own.
     """
     memory = psutil.Process(pid).memory_info()
-    return int(memory.rss - memory.shared)
+    return int(memory.rss - memory.shared) + (_shared_bytes(pid) if lends else 0)
+
+
+def _shared_bytes(pid: int) -> int:
+    """Memory that a process shares, and that is no file's."""
+    found = _SHARED.search(Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) << 10 if found is not None else 0
 
 
 PROMISES: Final = Promises()

@@ -13,7 +13,7 @@ from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES
 from transfer.staging import slot_shape
-from transfer.tcp import TcpReceiver, TcpSender
+from transfer.tcp import IDLE_BUFFER_BYTES, TcpReceiver, TcpSender
 from transfer.worker_config import WorkerConfig
 
 _MOST_CONNECTIONS = 2  # by default: a third adds no noticeable throughput
@@ -83,6 +83,14 @@ def open_receiver(
         return NixlReceiver(**common, staging_bytes=staging_bytes)
     common |= {"staging_bytes": staging_bytes, "is_demand": backend == "shm"}
     return ShmReceiver(**common, pin=pin)
+
+
+def arriving_bytes(config: WorkerConfig, kv: KVSpec, staging_bytes: int) -> int:
+    """Host memory that pages from one prefill worker take until they are in decode's pool."""
+    if config.disaggregation_transfer_backend == "tcp":
+        return IDLE_BUFFER_BYTES
+    sizes = kv.page_bytes // config.tp_size, config.tp_size, FRAME_BYTES, staging_bytes
+    return default_connections() * slot_shape(*sizes).num_bytes
 
 
 def check_staging(config: WorkerConfig, kv: KVSpec, staging_bytes: int) -> None:

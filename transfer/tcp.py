@@ -51,7 +51,7 @@ MAX_CONNECTIONS = 1024
 MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet
 _IDLE_WAIT_S = 60.0
 _ACCEPT_AGAIN_S = 0.1  # after a failed accept
-_IDLE_BUFFER_BYTES = 256 << 20
+IDLE_BUFFER_BYTES = 256 << 20  # kept for pages that are still to come
 _NO_BYTES = np.empty(0, np.uint8)
 
 
@@ -257,7 +257,7 @@ class TcpReceiver(Receiver):
         self.security = security
         self.stall_timeout_s = stall_timeout_s
         self.context = server_context(security)
-        self.buffers = BufferPool(_IDLE_BUFFER_BYTES, pin)
+        self.buffers = BufferPool(IDLE_BUFFER_BYTES, pin)
         self.offer: Offer | None = None
         self.refused = Complaints(log, "page connection refused")  # by host
         self.feeder: type[TcpFeeder] = TcpFeeder  # of connections by TCP

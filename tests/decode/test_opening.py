@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from decode.__main__ import main
-from decode.config import DecodeConfig
+from decode.config import ANY_PROMPT, DecodeConfig
 from decode.opening import build_engine
 from decode.worker import DecodeWorker
 from model.errors import ModelError
+from model.promises import Promises
 from transfer.errors import ConfigError
 from transfer.flags import TOKEN_ENV
 from transfer.rpc import Security
@@ -49,6 +50,27 @@ def test_flags_that_do_not_fit_are_told_before_weights_are_read(
         build_engine(DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, **flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_mib"),
+    [
+        ({}, 128),
+        ({"transfer_staging_bytes": 32 << 20}, 32),
+        ({"disaggregation_transfer_backend": "tcp"}, 256),
+        ({"local_prefill_tokens": ANY_PROMPT}, 0),  # colocated: no pages come
+    ],
+)
+def test_memory_for_pages_that_come_is_promised(
+    flags: dict[str, Any], num_mib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    promises = Promises(tmp_path)
+    monkeypatch.setattr("decode.opening.PROMISES", promises)
+    monkeypatch.setattr("transfer.choice.default_connections", lambda: 1)
+    monkeypatch.setattr("model.opening.load_params", _stop)
+    with pytest.raises(_Stopped):
+        build_engine(DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, **flags))
+    assert promises.lent_bytes == num_mib << 20
+
+
 def test_a_data_port_that_is_taken_is_told_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,3 +97,11 @@ def test_a_node_that_does_not_lead_needs_no_data_port(monkeypatch: pytest.Monkey
 
 def _read(*args: Any, **more: Any) -> None:
     raise AssertionError("read the weights")
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(*_: Any, **__: Any) -> None:
+    raise _Stopped

@@ -49,6 +49,19 @@ with open(sys.argv[2], "rb") as file:
 read = sum(mapped[:: mmap.PAGESIZE])
 say("read")
 """
+_SHARES = """
+import mmap, os
+promises.lent_bytes = int(sys.argv[2])
+with promises.turn():
+    promises.make(50 << 20)
+say("promised")
+file = os.memfd_create("pages")
+os.ftruncate(file, 150 << 20)
+shared = mmap.mmap(file, 150 << 20)
+for at in range(0, len(shared), mmap.PAGESIZE):
+    shared[at] = 1
+say("taken")
+"""
 _ONE_OF_SEVERAL = """
 from model.host_memory import available_bytes
 from model.programs import memory_budget_bytes
@@ -106,6 +119,21 @@ def test_a_checkpoint_that_is_mapped_keeps_no_promise(tmp_path: Path) -> None:
     with running(_MAPS, tmp_path / "promises", str(checkpoint)) as process:
         assert said(process) == "read"
         assert outstanding(tmp_path / "promises") == pytest.approx(200, abs=NEAR / MIB)
+
+
+@pytest.mark.parametrize(
+    ("lent", "promised", "left"),
+    [(200 * MIB, 250, 100), (0, 50, 50)],  # it lends it, or another lends it to it
+)
+def test_shared_memory_keeps_the_promise_of_the_process_that_lends_it(
+    tmp_path: Path, lent: int, promised: int, left: int
+) -> None:
+    with running(_SHARES, tmp_path, str(lent)) as process:
+        assert said(process) == "promised"
+        assert outstanding(tmp_path) == pytest.approx(promised, abs=NEAR / MIB)
+        tell(process)
+        assert said(process) == "taken"
+        assert outstanding(tmp_path) == pytest.approx(left, abs=NEAR / MIB)
 
 
 def test_containers_that_share_temporary_files_have_promises_of_their_own(
