@@ -27,6 +27,9 @@ _OUTPUTS: Final = 6144  # of a tile with so many inputs; a wider one has half as
 _WIDEST: Final = 16384  # outputs; more of them are multiplied strip by strip
 _STRIP: Final = 8192
 _SMALL: Final = 2**20  # weights that are one tile
+# The same for a matrix that is widened or decoded and has an array of its own. XLA would do that at
+# the start of the program for those of all layers, and keep what it made.
+_SMALL_APART: Final = 2**17
 _COLUMNS: Final = 512  # outputs of a tile that has all inputs, for many rows
 _BLOCK: Final = 32  # rows that are multiplied at once where many are padding
 _LEAST: Final = 64  # inputs of a tile; a size that has no such divisor stays whole
@@ -119,9 +122,10 @@ class Matrix:
     def tile(self, rows: int) -> tuple[int, int]:
         """Inputs and outputs of the tiles that are multiplied with so many rows."""
         inputs, outputs = self.shape
-        if self.turned or not self.on_cpu or inputs * outputs <= _SMALL:
-            return inputs, outputs
         is_plain = self.values.dtype == self.dtype and not self.at
+        small = _SMALL if is_plain or self.at else _SMALL_APART
+        if self.turned or not self.on_cpu or inputs * outputs <= small:
+            return inputs, outputs
         if is_plain and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
             return inputs, outputs
         if rows >= _FEW_ROWS.stop and not self.at:

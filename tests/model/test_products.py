@@ -226,3 +226,24 @@ def test_a_processor_has_memory_for_a_tile_and_not_for_all(
     assert memory is not None
     assert memory.argument_size_in_bytes > 0
     assert memory.temp_size_in_bytes < 20 * 2**20
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "codes"])
+@pytest.mark.parametrize("rows", [2, 16, 96])
+def test_small_matrices_of_many_layers_are_not_widened_all_at_once(rows: int, kind: str) -> None:
+    """Each is 2.3 MiB in float32. XLA computes what waits for nothing first, and keeps it."""
+    num_layers, size = 12, 768
+
+    def run(x: Any, layers: Any) -> Any:
+        for values, scales in layers:
+            x = product(x, Matrix(values, scales, jnp.float32, True))
+        return x
+
+    shape = jax.ShapeDtypeStruct
+    scales = shape((size // 128, size), jnp.float32) if kind == "codes" else None
+    values = shape((size, size), jnp.bfloat16 if kind == "bfloat16" else jnp.int8)
+    layers = [(values, scales)] * num_layers
+    program = jax.jit(run).lower(shape((rows, size), jnp.float32), layers).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 8 * 2**20
