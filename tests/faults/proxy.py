@@ -76,7 +76,9 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            await _Passage(self, reader, writer, self._target_port).run()
+            # Cancelled by `close`, which a stream's server would take for a fault, and log.
+            with contextlib.suppress(asyncio.CancelledError):
+                await _Passage(self, reader, writer, self._target_port).run()
         finally:
             self._tasks.discard(task)
 

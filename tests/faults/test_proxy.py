@@ -41,6 +41,25 @@ async def test_a_trap_whose_connection_ends_before_it_springs_waits_for_another(
 
 
 @pytest.mark.timeout(30)
+async def test_a_proxy_that_closes_amid_connections_has_nothing_to_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ends: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    decode = await asyncio.start_server(lambda *end: ends.put(end), "127.0.0.1", 0)
+    proxy = Proxy("decode-0", decode.sockets[0].getsockname()[1])
+    port = free_port()
+    await proxy.start(port)
+    over = (await asyncio.open_connection("127.0.0.1", port))[1]
+    _, writer = await ends.get()
+    await proxy.close()
+    await asyncio.sleep(0)  # what the server calls once a connection's task has ended
+    assert not caplog.records
+    writer.close()
+    over.close()
+    decode.close()
+
+
+@pytest.mark.timeout(30)
 async def test_what_a_sender_left_behind_springs_no_trap() -> None:
     ends: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     decode = await asyncio.start_server(lambda *end: ends.put(end), "127.0.0.1", 0)
