@@ -41,6 +41,12 @@ def is_there(what: str, path: Path, test: Callable[[], bool]) -> bool:
         raise ConfigError(f"{what}: {path} cannot be reached: {error.strerror}") from error
 
 
+def is_folder(what: str, path: Path) -> None:
+    """The path is a folder."""
+    if not is_there(what, path, path.is_dir):
+        raise ConfigError(f"{what}: {path} is not a folder")
+
+
 def reachable(config: Any, name: str) -> None:
     """The address that peers are told is no wildcard."""
     if getattr(config, name) in ("0.0.0.0", "::"):

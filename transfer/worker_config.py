@@ -11,7 +11,7 @@ from transfer.checks import (
     at_least,
     at_most,
     check_port,
-    is_there,
+    is_folder,
     reachable,
 )
 from transfer.errors import ConfigError
@@ -90,9 +90,7 @@ class WorkerConfig:
         above_zero(self, "profile_timeout_s")
         at_most(self, "profile_timeout_s", MAX_TIMEOUT_S)
         if self.profile_dir:
-            folder = Path(self.profile_dir)
-            if not is_there("--profile-dir", folder, folder.is_dir):
-                raise ConfigError(f"--profile-dir: {folder} is not a folder")
+            is_folder("--profile-dir", Path(self.profile_dir))
         at_least(self, "watchdog_timeout_s", 0)
         at_most(self, "watchdog_timeout_s", MAX_TIMEOUT_S)
         if not 0.0 <= self.mem_fraction_static <= 1.0:
@@ -118,8 +116,7 @@ class WorkerConfig:
             if not self.enable_eplb:
                 raise ConfigError("--expert-distribution-file needs --enable-eplb to count rows")
             folder = Path(self.expert_distribution_file).absolute().parent
-            if not is_there("--expert-distribution-file", folder, folder.is_dir):
-                raise ConfigError(f"--expert-distribution-file: {folder} is not a folder")
+            is_folder("--expert-distribution-file", folder)
         if self.ep_size == 1:
             usual = WorkerConfig.__dataclass_fields__
             for name in ("ep_num_redundant_experts", "init_expert_location", "enable_eplb"):
