@@ -144,8 +144,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--spread", type=float, default=0.0, help="0.5: lengths are 0.5 to 1.5 times those given"
     )
     parser.add_argument(
-        "--shared-prefix-tokens", type=int, default=0, help="first tokens that all prompts share"
+        "--shared-prefix-tokens", type=int, default=0, help="first tokens that prompts share"
     )
+    parser.add_argument("--num-prefixes", type=int, default=1, help="number of them, used in turn")
     parser.add_argument("--rate", type=moderate, help="requests per second, as Poisson arrivals")
     parser.add_argument(
         "--concurrency",

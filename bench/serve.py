@@ -353,6 +353,7 @@ def configs_of(args: argparse.Namespace) -> list[WorkloadConfig]:
             output_tokens=args.output_tokens,
             spread=args.spread,
             shared_prefix_tokens=args.shared_prefix_tokens,
+            num_prefixes=args.num_prefixes,
             rate_per_s=args.rate,
             concurrency=concurrency,
             vocab_size=usual if args.vocab_size is None else args.vocab_size,
@@ -367,7 +368,8 @@ def case_of(config: WorkloadConfig, server: str) -> str:
     """The case name in rows of this workload. server: added to it to tell servers apart."""
     paced = f"rate {config.rate_per_s}" if config.rate_per_s else f"x{config.concurrency}"
     repeating = "" if config.repeat_token is None else " repeating"
-    return f"{config.input_tokens}/{config.output_tokens} {paced}{repeating}{server}"
+    prefixes = f" {config.num_prefixes} prefixes" if config.num_prefixes > 1 else ""
+    return f"{config.input_tokens}/{config.output_tokens} {paced}{repeating}{prefixes}{server}"
 
 
 def run(args: argparse.Namespace, report: Report) -> int:

@@ -15,9 +15,9 @@ class WorkloadConfig:
 
     input_tokens, output_tokens: means; spread 0.5 draws lengths evenly from half to one and a half
     times the mean, 0 sends exactly the mean. shared_prefix_tokens: tokens at the start of every
-    prompt, the same in all. rate_per_s: Poisson arrivals; None keeps `concurrency` requests in
-    flight instead. repeat_token: a bias makes answers consist of this id, which shows the most that
-    drafts of tokens can gain; None: no bias.
+    prompt, which has one of num_prefixes in turn. rate_per_s: Poisson arrivals; None keeps
+    `concurrency` requests in flight instead. repeat_token: a bias makes answers consist of this id,
+    which shows the most that drafts of tokens can gain; None: no bias.
     Raises ValueError naming the flag that makes no sense.
     """
 
@@ -26,6 +26,7 @@ class WorkloadConfig:
     output_tokens: int = 128
     spread: float = 0.0
     shared_prefix_tokens: int = 0
+    num_prefixes: int = 1
     rate_per_s: float | None = None
     concurrency: int = 8
     vocab_size: int = 1000
@@ -33,7 +34,8 @@ class WorkloadConfig:
     repeat_token: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "input_tokens", "output_tokens", "concurrency", "vocab_size"):
+        counts = "num_requests", "num_prefixes", "concurrency"
+        for name in (*counts, "input_tokens", "output_tokens", "vocab_size"):
             flag, least = name.replace("_", "-"), 2 if name == "vocab_size" else 1
             if getattr(self, name) < least:
                 raise ValueError(f"--{flag} must be at least {least}, got {getattr(self, name)}")
@@ -70,13 +72,15 @@ class PlannedRequest:
 def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
     """The requests of a workload. The same config gives the same requests for any server."""
     rng = np.random.default_rng(config.seed)
-    prefix = rng.integers(0, config.vocab_size, config.shared_prefix_tokens)
+    shape = config.num_prefixes, config.shared_prefix_tokens
+    prefixes = rng.integers(0, config.vocab_size, shape)
     arrivals = np.zeros(config.num_requests)
     if config.rate_per_s is not None:
         arrivals = np.cumsum(rng.exponential(1.0 / config.rate_per_s, config.num_requests))
         arrivals -= arrivals[0]
     planned = []
-    for arrival_s in arrivals:
+    for place, arrival_s in enumerate(arrivals):
+        prefix = prefixes[place % config.num_prefixes]
         length = max(_draw(rng, config.input_tokens, config.spread), len(prefix) + 1)
         if config.spread == 0.0:
             length = config.input_tokens

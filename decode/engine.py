@@ -44,8 +44,6 @@ from model.sharding import (
 )
 from transfer.wire import SamplingParams
 
-_RUNS_PLACED_AHEAD = 4  # of the device: memory is planned for so many, and further runs wait
-
 
 @dataclass(frozen=True)
 class SlotStart:
@@ -151,9 +149,6 @@ class DecodeEngine:
         self._pool: Array
         # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
         contexts = self._rank_slots if local is None or on_cpu() else 1 << 20
-        # Pages that arrived and are on the device, but not in the pool yet.
-        self._placing_pages = 0
-        self._most_placing = _RUNS_PLACED_AHEAD * buckets.run_pages[-1]
         empty = self._empty_state(all_slots)
         # Every device of a rank has the state of all its slots.
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
@@ -168,7 +163,7 @@ class DecodeEngine:
             max_total_tokens,
             self._natural_pages(contexts),
             self._programs,
-            self._runs.spare_pages(self._most_placing),
+            self._runs.spare_pages,
             state_bytes,
         )
         self._params = self._experts.settle(self._params)
@@ -199,10 +194,7 @@ class DecodeEngine:
         shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim] with
         n = len(page_ids).
         """
-        longest = self._buckets.run_pages[-1]
-        for at in range(0, len(page_ids), longest):
-            ids = page_ids[at : at + longest]
-            cut = [shard[:, :, at : at + len(ids)] for shard in shards]
+        for ids, cut in self._runs.cut(page_ids, shards):
             self.calls("place", *self._runs.ids_of(rank, ids), rank=rank, shards=cut)
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
@@ -288,10 +280,6 @@ class DecodeEngine:
     def _place(
         self, bucket: int, ids: np.ndarray, rank: int = 0, shards: Sequence[np.ndarray] = ()
     ) -> None:
-        self._placing_pages += bucket
-        if self._placing_pages > self._most_placing:
-            jax.block_until_ready(self._pool)
-            self._placing_pages = bucket
         self._pool = self._runs.place(self._pool, bucket, ids, rank, shards)
 
     def _start(self, _: int, slots: np.ndarray, *leaves: np.ndarray) -> None:

@@ -7,7 +7,7 @@ leader's first device and their own, so that nothing outside the mesh knows of i
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from model.sharding import (
 log = logging.getLogger(__name__)
 
 _ON_THE_HOST = ("cpu",)  # platforms whose memory is the host's
+RUNS_PLACED_AHEAD = 4  # of the device: memory is planned for so many, and further runs wait
 
 
 class GatheredRuns:
@@ -125,16 +126,17 @@ class PlacedRuns:
         self._nowhere = 0  # a page past the pool of a rank
         self._place: dict[int, Program] = {}
         self._nothing: dict[int, dict[jax.Device, Array]] = {}
+        # Pages that arrived and are on the device, but not in the pool yet.
+        self._placing_pages = 0
+        self.most_placing = RUNS_PLACED_AHEAD * run_pages[-1]
 
-    def spare_pages(self, most_placing: int) -> int:
-        """Memory for pages on their way, besides the pool, in pages of each rank.
-
-        most_placing: the most that may be on devices but not in the pool yet.
-        """
+    @property
+    def spare_pages(self) -> int:
+        """Memory for pages on their way, besides the pool, in pages of each rank."""
         nothing = sum(self._run_pages) if self._needs_nothing else 0
         # Where the mesh spans processes, each device receives the shards of its whole rank.
         copies = self._mesh.size // num_ranks(self._mesh) if self._spans else 1
-        return (most_placing + nothing) * copies
+        return (self.most_placing + nothing) * copies
 
     def programs(self, pool: jax.ShapeDtypeStruct) -> list[Program]:
         """All programs, to be compiled. pool: its shape."""
@@ -158,6 +160,15 @@ class PlacedRuns:
                 device: jax.device_put(zeros, device) for device in own_devices(self._mesh)
             }
 
+    def cut(
+        self, page_ids: Sequence[int], shards: Sequence[np.ndarray]
+    ) -> Iterator[tuple[Sequence[int], list[np.ndarray]]]:
+        """Pages and their shards, see `place`, in runs that a program takes."""
+        longest = self._run_pages[-1]
+        for at in range(0, len(page_ids), longest):
+            ids = page_ids[at : at + longest]
+            yield ids, [shard[:, :, at : at + len(ids)] for shard in shards]
+
     def ids_of(self, rank: int, page_ids: Sequence[int]) -> tuple[int, np.ndarray]:
         """The bucket for a run of one rank, and the ids of the pages that its program writes."""
         bucket = bucket_for(len(page_ids), self._run_pages)
@@ -170,9 +181,14 @@ class PlacedRuns:
     ) -> Array:
         """Dispatch the write of pages that came for a rank. The pool is donated.
 
-        shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim], n <=
-        bucket; () in a member that does not lead.
+        Waits while too many are on devices but not in the pool. shards: one per device of the rank,
+        [layers, planes, n, page_size, kv heads, head_dim], n <= bucket; () in a member that does
+        not lead.
         """
+        self._placing_pages += bucket
+        if self._placing_pages > self.most_placing:
+            jax.block_until_ready(pool)
+            self._placing_pages = bucket
         padded = [_padded(shard, bucket) for shard in shards]
         came: dict[jax.Device, Array] = {}
         if padded and self._spans:

@@ -36,6 +36,7 @@ class Promises:
         self._asked = folder
         self._folder: Path | None = None  # set in a turn, if it can be used
         self._own: int | None = None  # a descriptor that stays open, and locked, until the end
+        self._size = 0  # what it has said
         # What it lends to others while it serves, which then counts as its own and not as theirs.
         self.lent_bytes = 0
 
@@ -57,9 +58,23 @@ class Promises:
 
         Call in a turn.
         """
+        self._say(self._has_now() + num_bytes + self.lent_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """This process will take so many bytes besides what it said before. Call in a turn."""
+        self._say(max(self._size, self._has_now()) + num_bytes)
+
+    def own_bytes(self) -> int:
+        """What this process has promised to take but does not have yet. Call in a turn."""
+        return max(self._size - self._has_now(), 0)
+
+    def _has_now(self) -> int:
+        return _own_bytes(os.getpid(), self.lent_bytes > 0)
+
+    def _say(self, size: int) -> None:
+        self._size = size
         if self._folder is None:
             return
-        size = _own_bytes(os.getpid(), self.lent_bytes > 0) + num_bytes + self.lent_bytes
         try:
             if self._own is None:
                 file = self._folder / str(os.getpid())

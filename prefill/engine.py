@@ -16,7 +16,7 @@ from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool
-from model.page_runs import GatheredRuns
+from model.page_runs import GatheredRuns, PlacedRuns
 from model.pieces import Piece
 from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import SampleOut
@@ -35,8 +35,13 @@ class PrefillEngine:
         max_total_tokens: int,
         natural_pages: int,
         apart: bool | None = None,
+        most_saving: int = 0,
     ) -> None:
-        """apart: see ChunkPrograms."""
+        """apart: see ChunkPrograms.
+
+        most_saving: pages of each rank that may be gathered for a cache in host memory and not be
+        there yet; 0: there is no such cache.
+        """
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
@@ -44,6 +49,11 @@ class PrefillEngine:
         self._buckets = buckets
         self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length, apart)
         self._runs = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
+        self._placed: PlacedRuns | None = None
+        spare_pages = (buckets.staged_pages + most_saving) * self._runs.copies
+        if most_saving:
+            self._placed = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
+            spare_pages += self._placed.spare_pages
         self.plan: MemoryPlan
         self._pool: Array
         self._pool, self.plan, _ = make_pool(
@@ -52,7 +62,7 @@ class PrefillEngine:
             max_total_tokens,
             natural_pages,
             self._programs,
-            buckets.staged_pages * self._runs.copies,
+            spare_pages,
             self._chunks.hidden_bytes * len(opened.devices),
         )
         self._params = self._experts.settle(self._params)
@@ -60,6 +70,9 @@ class PrefillEngine:
         self.calls.add("chunk", self._run_chunk)
         self.calls.add("sample", self._chunks.sample_first)
         self.calls.add("gather", self._gather)
+        if self._placed is not None:
+            self._placed.settle()
+            self.calls.add("place", self._place)
         if spans_processes(opened.model.mesh):
             self._warm_up(opened.dp_size)
 
@@ -90,6 +103,16 @@ class PrefillEngine:
         bucket, ids = self._runs.ids_of(page_ids)
         return self._runs.shards(self.calls("gather", bucket, ids), page_ids)
 
+    def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+        """Dispatch the write of pages that come back from the host, into a rank's pool.
+
+        shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim] with
+        n = len(page_ids).
+        """
+        assert self._placed is not None, "no page was saved"
+        for ids, cut in self._placed.cut(page_ids, shards):
+            self.calls("place", *self._placed.ids_of(rank, ids), rank=rank, shards=cut)
+
     @property
     def max_run_pages(self) -> int:
         return self._buckets.run_pages[-1]
@@ -106,6 +129,12 @@ class PrefillEngine:
     def _gather(self, bucket: int, ids: np.ndarray) -> Array:
         return self._runs.gather(self._pool, bucket, ids)
 
+    def _place(
+        self, bucket: int, ids: np.ndarray, rank: int = 0, shards: Sequence[np.ndarray] = ()
+    ) -> None:
+        assert self._placed is not None
+        self._pool = self._placed.place(self._pool, bucket, ids, rank, shards)
+
     def _warm_up(self, num_ranks: int) -> None:
         """Make the devices of all members connect now rather than at the first request."""
         packed = self._chunks.pack([()] * num_ranks)
@@ -113,6 +142,8 @@ class PrefillEngine:
         kind, arrays = self._chunks.pack_firsts(())
         self.calls.take("sample", kind, *arrays)
         jax.block_until_ready(self.calls.take("gather", *self._runs.ids_of([()] * num_ranks)))
+        if self._placed is not None:
+            self.calls.take("place", *self._placed.ids_of(0, ()))
 
     # --- shapes -------------------------------------------------------------------------------
 
@@ -124,4 +155,5 @@ class PrefillEngine:
             *self._chunks.programs(params, pool, self._experts.shapes),
             *self._experts.programs(params),
             *self._runs.programs(pool),
+            *(self._placed.programs(pool) if self._placed is not None else ()),
         ]

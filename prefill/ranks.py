@@ -132,7 +132,8 @@ class Ranks:
                 continue
             prefixes = [prompt.sharing.cached(rank.cache) for rank in self.ranks]
             cached = [
-                len(prefix) * rank.cache.page_size
+                (len(prefix) + len(prompt.sharing.kept(rank.cache, len(prefix))))
+                * rank.cache.page_size
                 for prefix, rank in zip(prefixes, self.ranks, strict=True)
             ]
             if prompt.rank < 0:
@@ -143,6 +144,7 @@ class Ranks:
                 prompt.rank = self._picked(prompt, cached, among)
             del self._ready[at], self._unbound[prompt.room]
             prompt.num_foreseen = cached[prompt.rank]
+            prompt.pages_foreseen = len(prefixes[prompt.rank])
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)
             scheduler.grant(prompt.room)

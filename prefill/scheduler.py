@@ -30,7 +30,8 @@ class Prompt:
     salt: str = ""
     logprobs_start: int = -1  # positions >= start need logits; -1 = none
     rank: int = -1  # data-parallel rank, dictated or chosen; -1: not yet
-    num_foreseen: int = 0  # tokens that its rank's cache had when it was bound
+    num_foreseen: int = 0  # tokens that its rank's cache and the host had when it was bound
+    pages_foreseen: int = 0  # those of its pages that the cache had
     granted: bool = False
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens found in the prefix cache
@@ -168,7 +169,7 @@ class PrefillScheduler:
         return len(self._prompts)
 
     def _pages_to_come(self, prompt: Prompt) -> int:
-        return self.pages_of(prompt.num_tokens) - prompt.num_foreseen // self._page_size
+        return self.pages_of(prompt.num_tokens) - prompt.pages_foreseen
 
     def _if_short(self, prompt: Prompt) -> int:
         """Tokens left of a prompt, if one chunk would do and it may have pages; else 0."""
@@ -198,12 +199,18 @@ class PrefillScheduler:
         left = prompt.num_tokens
         if self._limits.tokens_of(left, tokens_left, shorter):
             return True
-        left -= len(prompt.sharing.cached(self._cache)) * self._page_size
+        num_cached = len(prompt.sharing.cached(self._cache))
+        num_cached += len(prompt.sharing.kept(self._cache, num_cached))
+        left -= num_cached * self._page_size
         return self._limits.tokens_of(left, tokens_left, shorter) > 0
 
     def _start(self, prompt: Prompt) -> bool:
-        """Share cached pages and reserve the rest; False while there are too few free pages."""
+        """Share cached pages and reserve the rest; False while there are too few free pages.
+
+        The first pages reserved are those that the host fills.
+        """
         shared = self._cache.share(prompt.sharing.cached(self._cache))
+        num_found = len(shared) + len(prompt.sharing.kept(self._cache, len(shared)))
         need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
@@ -213,7 +220,9 @@ class PrefillScheduler:
             self._pool.release(shared)
             return False
         prompt.pages = [*shared, *fresh]
-        prompt.num_cached = prompt.num_planned = len(shared) * self._page_size
+        found = prompt.sharing.first(self._cache, num_found)
+        self._cache.restore(found, prompt.pages[:num_found], len(shared))
+        prompt.num_cached = prompt.num_planned = num_found * self._page_size
         return True
 
     def _planned(self, piece: Piece[Prompt]) -> None:

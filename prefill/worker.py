@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import jax
+import msgspec
 import numpy as np
 
 from model.buckets import PrefillBuckets, bucket_for
@@ -20,7 +21,8 @@ from model.pieces import Piece
 from model.sampling import SampleOut
 from prefill.config import PrefillConfig
 from prefill.held import Held
-from prefill.opening import build_engine
+from prefill.keeping import Keeping, RunEngine
+from prefill.opening import build_engine, host_pages
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import PrefillScheduler, Prompt
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
@@ -32,6 +34,7 @@ from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_tim
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code, Incompatible
+from transfer.host_pages import HostPages
 from transfer.layout import HeadRun, plan_heads
 from transfer.opened import PoolFacts
 from transfer.outbound import Sender
@@ -54,16 +57,11 @@ class Granted:
     grants: tuple[wire.Grant, ...]
 
 
-class ChunkEngine(Protocol):
+class ChunkEngine(RunEngine, Protocol):
     """What the loop needs of `prefill.engine.PrefillEngine`."""
 
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def max_run_pages(self) -> int: ...
     def run_chunk(self, plans: Sequence[tuple[Piece[Prompt], ...]]) -> ChunkInFlight[Prompt]: ...
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut: ...
-    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
 
 
 class PrefillWorker(RoleWorker[Held, PrefillConfig]):
@@ -103,7 +101,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             sender_id=self.worker_id(),
             on_event=self.inbox.post,
         )
-        self.assemble(engine, PoolFacts.of(opened), buckets, sender)
+        host = host_pages(config, opened, engine)
+        self.assemble(engine, PoolFacts.of(opened), buckets, sender, host)
         self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
@@ -112,10 +111,16 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             chunked_prefill_size=buckets.tokens[-1],
             transfer_connections=connections,
         )
-        return self.described(opened, num_pages=engine.num_pages)
+        info = self.described(opened, num_pages=engine.num_pages)
+        return msgspec.structs.replace(info, host_pages=host.num_pages if host else 0)
 
     def assemble(
-        self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: Sender
+        self,
+        engine: ChunkEngine,
+        facts: PoolFacts,
+        buckets: PrefillBuckets,
+        sender: Sender,
+        host: HostPages | None = None,
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own."""
         self._engine = engine
@@ -125,15 +130,20 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._shipping = Shipping(
             facts.page_size, engine.num_pages, engine.max_run_pages, facts.groups
         )
-        ranks = [self._make_rank(buckets) for _ in range(self.config.dp_size)]
+        ranks = [self._make_rank(buckets, host) for _ in range(self.config.dp_size)]
+        self._keeping: Keeping | None = None
+        if host is not None:
+            caches = [rank.cache for rank in ranks]
+            self._keeping = Keeping(host, caches, engine, facts.groups, self.counters)
         self._ranks = Ranks(ranks, self.config.load_balance_method)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._sender = sender
         self._refresh_load()
 
-    def _make_rank(self, buckets: PrefillBuckets) -> Rank:
+    def _make_rank(self, buckets: PrefillBuckets, host: HostPages | None) -> Rank:
         pool = PagePool(self._num_pages)
-        cache = PrefixCache(pool, self._facts.page_size, not self.config.disable_radix_cache)
+        caching = not self.config.disable_radix_cache
+        cache = PrefixCache(pool, self._facts.page_size, caching, host)
         # The longest chunk of any rank is the length of all: one alone cannot choose it.
         sizes = buckets.dear_tokens if self.config.dp_size == 1 else ()
         limits = buckets.tokens[-1], buckets.seqs, buckets.pages, sizes
@@ -296,6 +306,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._watch_queues()
         plans = self._ranks.plan()
         has_work = any(plans)
+        if self._keeping is not None:
+            self._keeping.dispatch()
         if has_work:
             self._dispatch_chunk(plans)
         if self._inflight and (len(self._inflight) > 1 or not has_work):
@@ -304,6 +316,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if self.clock.monotonic_s() >= self._load_due_s:
             self._refresh_load()
         self.publish(self._emitter.take(self.clock.monotonic_s()))
+        if self._keeping is not None:
+            self._keeping.settle()
         return bool(self._inflight)
 
     def _dispatch_chunk(self, plans: Sequence[tuple[Piece[Prompt], ...]]) -> None:
@@ -463,10 +477,13 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def state(self) -> wire.WorkerState:
         self._refresh_load()
         ranks = self._ranks.ranks
+        counters = self.counters + Counter(dict(self._sender.counters))  # another thread counts
+        if self._keeping is not None:
+            counters["host_pages"] = self._keeping.num_pages
         return self.described_state(
             pages_held=sum(rank.pool.num_held - rank.num_evictable for rank in ranks),
             pages_cached=sum(len(rank.cache) for rank in ranks),
-            counters=self.counters + Counter(dict(self._sender.counters)),  # another thread counts
+            counters=counters,
             grants_waiting=sum(held.grant is None for held in self._held.values()),
             transfers=self._sender.transfers,
             in_flight_bytes=self._sender.in_flight_bytes,

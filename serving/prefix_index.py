@@ -69,7 +69,8 @@ class PrefixIndex[K: Hashable]:
         """Note that the worker will find or compute this prompt's pages; to be settled later.
 
         num_reusable: how many of the first pages it would not compute again if it has them.
-        pages_total: size of the worker's pool, which bounds what it can have; 0 = not known.
+        pages_total: of the worker's pool and its host's memory, which bound what it can have; 0 =
+        not known.
         """
         most = min(self._max_pages, pages_total or self._max_pages)
         pages = self._pages.setdefault(worker, OrderedDict())

@@ -332,7 +332,8 @@ class Router:
         _, place, num_uncached = best
         cache = _cache_of(place)
         load = place.member.load if cache[1] < 0 else place.load
-        use = index.use(cache, chain, num_reusable, load.pages_total)
+        most = load.pages_total and load.pages_total + place.member.info.host_pages
+        use = index.use(cache, chain, num_reusable, most)
         return place, use, num_uncached
 
     def prefilled(self, pair: Pair) -> None:

@@ -15,6 +15,7 @@ _ELSEWHERE: Final = {
     "--ep": "--ep-size",
     "--expert-parallel-size": "--ep-size",
     "--gpu-memory-utilization": "--mem-fraction-static",
+    "--kv-offloading-size": "--hicache-size",
     "--kv-transfer-config": "--disaggregation-transfer-backend",
     "--max-model-len": "--context-length",
     "--max-num-batched-tokens": "--chunked-prefill-size",

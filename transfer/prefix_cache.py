@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from transfer import wire
+from transfer.host_pages import HostPages
 from transfer.pages import PagePool
 
 
@@ -52,6 +53,17 @@ class Sharing:
         limit = max(self.num_reusable, 0) // cache.page_size
         return self._digests[: cache.cached_pages(islice(self._each(cache), limit))]
 
+    def kept(self, cache: "PrefixCache", num_cached: int) -> list[bytes]:
+        """Digests of pages after the first num_cached that the cache's host has, without a gap.
+
+        Within num_reusable tokens, like `cached`.
+        """
+        if cache.host is None:
+            return []
+        limit = max(self.num_reusable, 0) // cache.page_size
+        num_kept = cache.host.num_found(islice(self._each(cache), num_cached, limit))
+        return self._digests[num_cached : num_cached + num_kept]
+
     def begins_with(self, chain: Sequence[bytes]) -> bool:
         """Whether its first page is this chain's first; False if no page was digested yet."""
         return bool(chain) and self._digests[:1] == [chain[0]]
@@ -73,10 +85,24 @@ class PrefixCache:
     """Prefixes of prompts that are or were computed, page by page.
 
     A chain is the digests of a prompt's full pages from the first on, see `chain`.
+
+    evicted: pages, with their digests, that the host does not have yet. restored: pages that have
+    to be filled with what the host has. Both are left to the owner of the pool's array, before
+    anything else is written to it.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        enabled: bool = True,
+        host: HostPages | None = None,
+    ) -> None:
+        """host: keeps what is evicted."""
         self.page_size = page_size
+        self.host = host
+        self.evicted: list[tuple[bytes, int]] = []
+        self.restored: list[tuple[bytes, int]] = []
         self._pool = pool
         self._enabled = enabled
         self._pages: OrderedDict[bytes, int] = OrderedDict()  # digest -> page, oldest first
@@ -134,6 +160,13 @@ class PrefixCache:
                 self._pages[digest] = page
         self._touch(chain)
 
+    def restore(self, chain: Sequence[bytes], pages: Sequence[int], num_shared: int) -> None:
+        """Remember the pages of a prefix of which the host has those from num_shared on."""
+        if self.host is not None and num_shared < len(chain):
+            self.host.touch(chain[num_shared:])
+            self.restored += zip(chain[num_shared:], pages[num_shared:], strict=True)
+            self.insert(chain, pages)
+
     def evict(self, num_pages: int) -> int:
         """Free up to num_pages pages that nobody else holds, oldest first; returns how many."""
         victims: list[bytes] = []
@@ -143,7 +176,10 @@ class PrefixCache:
             if self._pool.refcount(page) == 1:
                 victims.append(digest)
         for digest in victims:
-            self._pool.release((self._pages.pop(digest),))
+            page = self._pages.pop(digest)
+            self._pool.release((page,))
+            if self.host is not None:
+                self._leave(digest, page, self.host)
         return len(victims)
 
     def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:
@@ -157,12 +193,20 @@ class PrefixCache:
         return num_pages <= 0
 
     def flush(self) -> int:
-        """Evict all pages that nobody else holds; returns how many."""
-        return self.evict(len(self._pages))
+        """Evict all pages that nobody else holds, for good; returns how many."""
+        num_pages = self.evict(len(self._pages))
+        self.evicted.clear()
+        return num_pages
 
     def num_evictable(self) -> int:
         """Cached pages that nobody else holds."""
         return sum(self._pool.refcount(page) == 1 for page in self._pages.values())
+
+    def _leave(self, digest: bytes, page: int, host: HostPages) -> None:
+        if digest in host:
+            host.touch((digest,))
+        else:
+            self.evicted.append((digest, page))
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         for digest in reversed(chain):
@@ -172,6 +216,7 @@ class PrefixCache:
 def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
     """Evict the cached pages that no running request holds. Returns the answer to Flush."""
     flushed = sum(cache.flush() for cache in caches)
+    flushed += sum(host.clear() for host in {cache.host for cache in caches} if host is not None)
     left = sum(map(len, caches))
     message = f"{flushed} pages flushed"
     if left:

@@ -14,7 +14,7 @@ import numpy as np
 from transfer.errors import BadMessage
 from transfer.numbers import I32, I64, AtLeastOne, Count
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 # The most that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -271,6 +271,7 @@ class WorkerInfo(Message):
     transfer_backend: str = "tcp"  # auto, tcp, shm or nixl
     host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
     local_prefill_tokens: int = 0  # decode: longest prompt that it computes itself
+    host_pages: int = 0  # prefill: what the host's memory keeps of evicted prefixes, at most
     wire_version: int = WIRE_VERSION
 
 

@@ -275,6 +275,11 @@ WORKER_HELP = {
     "while more wait, its prompts are not computed",
     "disable_radix_cache": "do not reuse the pages of prefixes computed before",
     "load_balance_method": "how a prompt is given to one of the data-parallel ranks that have room",
+    "enable_hierarchical_cache": "keep the pages of prefixes that the pool has no room for in the "
+    "host's memory, and copy them back for prompts that begin with them",
+    "hicache_ratio": "pages kept in the host's memory for each page in the pools of all "
+    "data-parallel ranks",
+    "hicache_size": "GB (10^9 bytes) of the host's memory for such pages; 0: by --hicache-ratio",
     "max_running_requests": "slots: maximum number of requests decoded at once, over all "
     "data-parallel ranks; 0: 16 on CPU, else 256, for each rank",
     "local_prefill_tokens": "maximum tokens of a prompt that decode computes itself, without "

@@ -37,6 +37,16 @@ def test_shared_prefixes_are_shared_and_the_rest_is_not():
     assert len({p.prompt_ids for p in planned}) == 5
 
 
+def test_of_several_prefixes_each_comes_in_its_turn():
+    planned = plan_requests(
+        WorkloadConfig(7, input_tokens=40, shared_prefix_tokens=30, num_prefixes=3)
+    )
+    heads = [p.prompt_ids[:30] for p in planned]
+    assert len(set(heads)) == 3
+    assert heads == (heads[:3] * 3)[:7]
+    assert len({p.prompt_ids for p in planned}) == 7
+
+
 def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
     planned = plan_requests(WorkloadConfig(2000, input_tokens=1, rate_per_s=10.0))
     arrivals = [p.arrival_s for p in planned]
@@ -54,6 +64,7 @@ def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
         ({"rate_per_s": 0.0}, "--rate must be above 0 and finite, got 0.0"),
         ({"rate_per_s": math.nan}, "--rate must be above 0 and finite, got nan"),
         ({"shared_prefix_tokens": 513}, "--shared-prefix-tokens must be in"),
+        ({"num_prefixes": 0}, "--num-prefixes must be at least 1, got 0"),
         ({"vocab_size": 1}, "--vocab-size must be at least 2, got 1"),
         ({"num_requests": 10**20}, "--num-requests must be at most 2147483647, got 1000"),
         ({"input_tokens": 10**20}, "--input-tokens must be at most 2147483647, got 1000"),

@@ -53,7 +53,7 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
     buckets = full_steps(1, context, page_size)
     engine = DecodeEngine(opened, buckets, 0.0, 4 * context)
     longest = buckets.run_pages[-1]
-    assert engine.plan.scratch_bytes > engine._most_placing * engine.plan.page_bytes
+    assert engine.plan.scratch_bytes > engine._runs.most_placing * engine.plan.page_bytes
 
     placed: list[int] = []
     waits: list[int] = []  # runs placed before each wait

@@ -40,6 +40,14 @@ with promises.turn():
     promises.make(20 << 20)
 say("promised anew")
 """
+_ADDS = """
+with promises.turn():
+    promises.make(100 << 20)
+    promises.add(50 << 20)
+say("added")
+taken = b"x" * (120 << 20)
+say("taken")
+"""
 _MAPS = """
 import mmap
 with promises.turn():
@@ -154,6 +162,16 @@ def test_its_own_promise_does_not_count(tmp_path: Path) -> None:
     with promises.turn():
         promises.make(100 * MIB)
         assert promises.outstanding_bytes() == 0
+        assert promises.own_bytes() == pytest.approx(100 * MIB, abs=NEAR)
+
+
+def test_what_is_added_to_a_promise_counts_besides_it(tmp_path: Path) -> None:
+    with running(_ADDS, tmp_path) as process:
+        assert said(process) == "added"
+        assert outstanding(tmp_path) == pytest.approx(150, abs=NEAR / MIB)
+        tell(process)
+        assert said(process) == "taken"
+        assert outstanding(tmp_path) == pytest.approx(30, abs=NEAR / MIB)
 
 
 def test_of_several_that_start_together_only_as_many_begin_as_fit(tmp_path: Path) -> None:

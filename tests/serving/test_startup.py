@@ -416,6 +416,10 @@ CASES = {
         f"prefill {WORKER} --max-total-tokens 99999999999999",
         "kvferry prefill: too little memory: weights ",
     ),
+    "memory of the host": Case(
+        f"prefill {WORKER} --enable-hierarchical-cache --hicache-size 999999",
+        "kvferry prefill: --enable-hierarchical-cache: ",
+    ),
 }
 
 

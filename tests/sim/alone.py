@@ -28,6 +28,7 @@ class Alone:
         drafts: int = 0,
         window: int = 0,
         queue_bytes: int = 1 << 30,
+        host_pages: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.net = Net(Random(0), Counter())
@@ -54,6 +55,7 @@ class Alone:
             drafts=drafts,
             window=window,
             queue_bytes=queue_bytes,
+            host_pages=host_pages,
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":

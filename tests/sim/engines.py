@@ -33,7 +33,8 @@ class Pool:
         self._num_pages = num_pages
         shape = (1, 2, facts.groups * num_pages, facts.page_size, facts.stored_kv_heads, 1)
         self.kv = np.full(shape, -1, np.float32)
-        self.salts: dict[int, str] = {}  # page -> salt of the prompt last computed into it
+        # page -> salt of the prompt last computed into it; None: it came from elsewhere
+        self.salts: dict[int, str | None] = {}
 
     def write(
         self, pages: Sequence[int], start: int, states: Sequence[int], ring: Sequence[int] = ()
@@ -146,6 +147,9 @@ class ChunkEngine:
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
         return _drawn_first(firsts, self._last, self)
 
+    def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+        _place(self._pools[rank], page_ids, shards)
+
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         assert 0 < max(map(len, page_ids)) <= self.max_run_pages
         return [
@@ -196,10 +200,7 @@ class StepEngine:
         self._slots: dict[int, _Slot] = {}
 
     def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
-        pool = self._pools[rank]
-        assert all(shard.shape[2] == len(page_ids) for shard in shards)
-        assert len(shards) == pool.tp_size
-        pool.kv[:, :, list(page_ids)] = np.concatenate(shards, axis=4)
+        _place(self._pools[rank], page_ids, shards)
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
         for start in starts:
@@ -330,6 +331,13 @@ class StepEngine:
         return self._pools[slot // self._rank_slots]
 
 
+def _place(pool: Pool, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+    assert all(shard.shape[2] == len(page_ids) for shard in shards)
+    assert len(shards) == pool.tp_size
+    pool.kv[:, :, list(page_ids)] = np.concatenate(shards, axis=4)
+    pool.salts.update(dict.fromkeys(page_ids))
+
+
 def _compute(pool: Pool, piece: Piece[Any], what: str) -> int:
     """Write the piece's pages; returns the state after its last token."""
     prompt, page_size = piece.prompt, pool.facts.page_size
@@ -338,7 +346,7 @@ def _compute(pool: Pool, piece: Piece[Any], what: str) -> int:
     before = chain(tokens[: piece.start])
     pool.expect(prompt.pages, before, what)
     for page in prompt.pages[: piece.start // page_size]:
-        assert pool.salts[page] == salt, f"page {page} crossed salts"
+        assert pool.salts[page] in (salt, None), f"page {page} crossed salts"
     fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
     pool.write(prompt.pages, piece.start, fresh)
     for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:

@@ -31,6 +31,7 @@ class WorkerPlan:
     drafts: int = 0  # tokens that a step drafts for each slot
     window: int = 0  # positions that half of the layers see; 0: all see all
     queue_bytes: int = 1 << 30  # bytes that may wait for one decode worker
+    host_pages: int = 0  # pages of prefixes that prefill keeps in its host's memory
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def draw_plan(rng: Random) -> Plan:
             drafts=rng.choice((0, 0, 1, min(3, page_size - 1))),
             window=window,
             queue_bytes=rng.choice((0, 100, 1 << 30)),
+            host_pages=rng.choice((0, 1, 3, 3 * least)),
         )
 
     prefills = tuple(

@@ -15,6 +15,7 @@ from decode.constrained import ConstrainedSlots
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from model import buckets
+from prefill.keeping import Keeping
 from prefill.ranks import Ranks
 from prefill.scheduler import PrefillScheduler
 from prefill.shipping import Shipping
@@ -22,6 +23,7 @@ from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer import wire
+from transfer.host_pages import HostPages
 from transfer.inbound import Inbound
 from transfer.prefix_cache import PrefixCache, Sharing
 from transfer.role import GrammarReady, RoleWorker
@@ -39,6 +41,8 @@ HAPPENS = [
     "second_attempts_finished",
     # the normal course, and what makes it fast
     "cached_tokens",
+    "prefill_host_pages_saved",
+    "prefill_host_pages_restored",
     "prompt_logprobs",
     "tokens_early",
     "step_read_1_behind",
@@ -200,6 +204,30 @@ def _drafts_for_which_there_is_no_page(plan: Any) -> Callable[..., Any]:
     return planned
 
 
+def _pages_saved_a_turn_late(dispatch: Any) -> Callable[..., Any]:
+    late: dict[PrefixCache, list[tuple[bytes, int]]] = {}
+
+    def dispatched(self: Keeping) -> None:
+        for cache in self._caches:
+            cache.evicted, late[cache] = late.get(cache, []), cache.evicted
+        dispatch(self)
+
+    return dispatched
+
+
+def _pages_never_restored(dispatch: Any) -> Callable[..., Any]:
+    def dispatched(self: Keeping) -> None:
+        for cache in self._caches:
+            cache.restored.clear()
+        dispatch(self)
+
+    return dispatched
+
+
+def _pages_of_the_host_turned_round(fetch: Any) -> Callable[..., Any]:
+    return lambda self, digests, group: fetch(self, digests[::-1], group)
+
+
 def _one_salt_for_all(chain: Any) -> Callable[..., Any]:
     return lambda self, tokens, salt: chain(self, tokens, "")
 
@@ -262,6 +290,9 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (DecodeScheduler, "plan", _drafts_for_which_there_is_no_page),
         (Ranks, "add", _ranks_as_it_likes),
         (PrefillScheduler, "keep_back", _kept_back_for_good),
+        (Keeping, "dispatch", _pages_saved_a_turn_late),
+        (Keeping, "dispatch", _pages_never_restored),
+        (HostPages, "fetch", _pages_of_the_host_turned_round),
         (PrefixCache, "chain", _one_salt_for_all),
         (Sharing, "cached", _no_limit_to_reuse),
         (PrefillWorker, "handle", _deaf_to(ApiGone)),

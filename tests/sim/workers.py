@@ -19,6 +19,7 @@ from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
 from transfer.clock import Clock
+from transfer.host_pages import HostPages
 from transfer.opened import PoolFacts
 from transfer.replies import Replies
 from transfer.room import LEGAL, Room, Side, State
@@ -79,6 +80,13 @@ def _facts_of(plan: WorkerPlan) -> PoolFacts:
     return PoolFacts(plan.page_size, plan.context, *heads, plan.window)
 
 
+def _host_pages(plan: WorkerPlan, facts: PoolFacts) -> HostPages | None:
+    if not plan.host_pages:
+        return None
+    shape = 1, 2, plan.page_size, plan.stored_heads // plan.tp_size, 1
+    return HostPages(plan.host_pages, plan.tp_size, shape, "float32", facts.groups)
+
+
 class SimPrefill(PrefillWorker):
     """A prefill worker in simulated surroundings."""
 
@@ -117,7 +125,7 @@ class SimPrefill(PrefillWorker):
             stats,
             plan.dp_size,
         )
-        self.assemble(engine, facts, buckets, sender)
+        self.assemble(engine, facts, buckets, sender, _host_pages(plan, facts))
         self._grammars = SimGrammars(fabric.net)
         self._ready = True
         self._publish = publish

@@ -1,0 +1,105 @@
+"""Moves pages that prefix caches evict to the host's memory, and those that prompts want back."""
+
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from transfer.host_pages import HostPages
+from transfer.prefix_cache import PrefixCache
+
+RUNS_SAVED_AHEAD = 4  # gathered but not on the host yet: memory is planned for so many
+
+
+class _Page(NamedTuple):
+    digest: bytes
+    group: int
+    page_id: int  # in its rank's pool
+
+
+_Run = Sequence[_Page]
+
+
+class RunEngine(Protocol):
+    """What this needs of `prefill.engine.PrefillEngine`."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def max_run_pages(self) -> int: ...
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
+    def place_run(
+        self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]
+    ) -> None: ...
+
+
+class Keeping:
+    """Carries out what the caches of all ranks have decided, in calls to the engine."""
+
+    def __init__(
+        self,
+        host: HostPages,
+        caches: Sequence[PrefixCache],
+        engine: RunEngine,
+        groups: int,
+        counters: Counter[str],
+    ) -> None:
+        self._host, self._caches, self._engine = host, caches, engine
+        self._groups = groups
+        self._counters = counters
+        self._saving: deque[list[tuple[_Run, list[Any]]]] = deque()  # what each call gathered
+
+    def dispatch(self) -> None:
+        """Gather the evicted pages, then fill the restored ones.
+
+        Call after planning a chunk and before dispatching it: the device runs calls in order, so
+        pages are read before others are written over them, and written before the chunk reads them.
+        """
+        restored = [self._runs(cache.restored) for cache in self._caches]
+        wanted = {page.digest for runs in restored for run in runs for page in run}
+        evicted = [self._runs(cache.evicted) for cache in self._caches]
+        for each in zip_longest(*evicted, fillvalue=()):  # one of every rank
+            if len(self._saving) == RUNS_SAVED_AHEAD:
+                self._save(self._saving.popleft(), wanted)
+            gathered = self._engine.gather_runs([[page.page_id for page in run] for run in each])
+            self._saving.append([both for both in zip(each, gathered, strict=True) if both[0]])
+        for rank, runs in enumerate(restored):
+            for run in runs:
+                shards = self._host.fetch([page.digest for page in run], run[0].group)
+                self._engine.place_run(rank, [page.page_id for page in run], shards)
+                self._counters["host_pages_restored"] += len(run)
+        for cache in self._caches:
+            cache.restored.clear()
+            cache.evicted.clear()
+
+    def settle(self) -> None:
+        """Copy what was gathered to the host's pages; waits for the device to have it."""
+        while self._saving:
+            self._save(self._saving.popleft())
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the host has, of each group."""
+        return len(self._host)
+
+    def _runs(self, pages: Sequence[tuple[bytes, int]]) -> list[_Run]:
+        """Pages of each group, in runs that fit a compiled gather."""
+        most = self._engine.max_run_pages
+        runs: list[_Run] = []
+        for group in range(self._groups):
+            first = group * self._engine.num_pages
+            of_group = [_Page(digest, group, first + page) for digest, page in pages]
+            runs += [of_group[at : at + most] for at in range(0, len(of_group), most)]
+        return runs
+
+    def _save(
+        self, gathered: Sequence[tuple[_Run, list[Any]]], besides: Collection[bytes] = ()
+    ) -> None:
+        for run, arrays in gathered:
+            shards = [np.asarray(array) for array in arrays]
+            for at, page in enumerate(run):
+                pages = [shard[:, :, at] for shard in shards]
+                if self._host.put(page.digest, page.group, pages, besides):
+                    self._counters["host_pages_saved"] += 1

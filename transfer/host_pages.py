@@ -1,0 +1,117 @@
+"""Pages of prefixes in the host's memory: those that a worker's prefix caches had to evict.
+
+Invariant: a page is found only while its bytes are here. Pages are found through the chain of
+digests of their prefix (transfer/prefix_cache.py), and those used longest ago make room first, so
+within a chain the tail goes first. All data-parallel ranks of a worker share what is here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from transfer.buffers import BufferPool, PinMemory
+
+
+class HostPages:
+    """A fixed number of pages of each group of layers, allocated at once and touched."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_shards: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        groups: int = 1,
+        idle_bytes: int = 0,
+        pin: PinMemory | None = None,
+    ) -> None:
+        """shape: of one shard's page, [layers, planes, page_size, kv heads, head_dim].
+
+        num_shards: devices of a rank. groups: see model.config.KVSpec. idle_bytes: of the memory in
+        which pages leave, how much is kept for the next ones. pin: called for such memory.
+        Raises MemoryError when the host has too little.
+        """
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self._groups = groups
+        self._shape, self._dtype = shape, np.dtype(dtype)
+        num_slots = groups * num_pages
+        self._shards = [np.empty((num_slots, *shape), self._dtype) for _ in range(num_shards)]
+        for memory in self._shards:
+            memory.fill(0)  # taken from the host now rather than amid traffic
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: OrderedDict[tuple[bytes, int], int] = OrderedDict()  # oldest first
+        self._buffers = BufferPool(idle_bytes, pin)
+
+    def __len__(self) -> int:
+        """Pages of each group that are here."""
+        return len(self._slots) // self._groups
+
+    def __contains__(self, digest: bytes) -> bool:
+        return all((digest, group) in self._slots for group in range(self._groups))
+
+    def num_found(self, chain: Iterable[bytes]) -> int:
+        """How many of the first pages of a chain are here, without a gap."""
+        num_pages = 0
+        for digest in chain:
+            if digest not in self:
+                break
+            num_pages += 1
+        return num_pages
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """These pages, which are here, are used now."""
+        for digest in reversed(chain):
+            for group in range(self._groups):
+                self._slots.move_to_end((digest, group))
+
+    def put(
+        self,
+        digest: bytes,
+        group: int,
+        shards: Sequence[np.ndarray],
+        besides: Collection[bytes] = (),
+    ) -> bool:
+        """Copy a page here. shards: one per device of its rank, of the shape of a page.
+
+        The page used longest ago makes room, but none of those in `besides`; false if that leaves
+        no room.
+        """
+        key = digest, group
+        slot = self._slots.pop(key, None)
+        if slot is None and self._free:
+            slot = self._free.pop()
+        elif slot is None:
+            oldest = next((key for key in self._slots if key[0] not in besides), None)
+            if oldest is None:
+                return False
+            slot = self._slots.pop(oldest)
+        for memory, shard in zip(self._shards, shards, strict=True):
+            memory[slot] = shard
+        self._slots[key] = slot
+        return True
+
+    def fetch(self, digests: Sequence[bytes], group: int) -> list[np.ndarray]:
+        """Copies of pages that are here, by shard: [layers, planes, n, page_size, kv heads, dim].
+
+        The arrays are the caller's.
+        """
+        slots = [self._slots[digest, group] for digest in digests]
+        layers, planes, *rest = self._shape
+        shape = layers, planes, len(slots), *rest
+        num_bytes = int(np.prod(shape)) * self._dtype.itemsize
+        found = []
+        for memory in self._shards:
+            pages = self._buffers.take(num_bytes).view(self._dtype).reshape(shape)
+            for at, slot in enumerate(slots):
+                pages[:, :, at] = memory[slot]
+            found.append(pages)
+        return found
+
+    def clear(self) -> int:
+        """Forget all pages; returns how many of each group were here."""
+        num_pages = len(self)
+        self._free += self._slots.values()
+        self._slots.clear()
+        return num_pages
