@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from transfer.host_pages import HostPages
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing
 
@@ -55,14 +56,15 @@ class Admission:
         headroom_pages: int,
         caching: bool = False,
         ring_pages: int = 0,
+        host: HostPages | None = None,
     ) -> None:
         """pools: one per rank. rank_slots: slots of each rank. caching: keep prompts computed here.
 
-        ring_pages: most pages of a seat's ring; 0: no rings.
+        ring_pages: most pages of a seat's ring; 0: no rings. host: keeps what the caches evict.
         """
         assert not (caching and ring_pages), "a prefix needs all pages of all layers"
         self._pools = pools
-        self.caches = tuple(PrefixCache(pool, page_size, caching) for pool in pools)
+        self.caches = tuple(PrefixCache(pool, page_size, caching, host) for pool in pools)
         self.page_size = page_size
         # A seat that grows takes two pages until its ring is whole.
         self._headroom_pages = headroom_pages * (2 if ring_pages else 1)
@@ -282,16 +284,20 @@ class Admission:
 
     def _sit(self, seat: Seat, rank: int) -> None:
         shared: tuple[int, ...] = ()
+        cache, num_found = self.caches[rank], 0
         if seat.sharing is not None:
-            cache = self.caches[rank]
             shared = cache.share(seat.sharing.cached(cache))
+            num_found = len(shared) + len(seat.sharing.kept(cache, len(shared)))
         num_pages, in_ring = self._need(seat.num_tokens)
         fresh = self._reserve(rank, num_pages + in_ring - len(shared))
         assert fresh is not None
         seat.rank = rank
         seat.pages = [*shared, *fresh[in_ring:]]
         seat.ring = list(fresh[:in_ring])
-        seat.num_cached = len(shared) * self.page_size
+        if seat.sharing is not None:
+            found = seat.sharing.first(cache, num_found)
+            cache.restore(found, seat.pages[:num_found], len(shared))
+        seat.num_cached = num_found * self.page_size
         seat.slot = self._free_slots[rank].pop()
         self._num_seated[rank] += 1
         self._seats[seat.room] = seat

@@ -27,7 +27,7 @@ from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool, on_cpu
-from model.page_runs import PlacedRuns
+from model.page_runs import GatheredRuns, PlacedRuns
 from model.pieces import Piece
 from model.placement import ExpertArgs
 from model.programs import MemoryPlan, Program, abstract_like
@@ -42,6 +42,7 @@ from model.sharding import (
     spans_processes,
     told_spec,
 )
+from transfer.keeping import RunEngine
 from transfer.wire import SamplingParams
 
 
@@ -73,14 +74,9 @@ class StepInFlight:
         return ids[:, : self.width], ids[:, -1] != 0 if self.has_drafts else None
 
 
-class StepEngine(Protocol):
+class StepEngine(RunEngine, Protocol):
     """What the loop needs of `DecodeEngine`."""
 
-    @property
-    def num_pages(self) -> int: ...
-    def place_run(
-        self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]
-    ) -> None: ...
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None: ...
     def step(
@@ -122,10 +118,13 @@ class DecodeEngine:
         max_total_tokens: int,
         local: PrefillBuckets | None = None,
         apart: bool | None = None,
+        most_saving: int = 0,
     ) -> None:
         """local: shapes of chunks of prompts that decode computes itself; None: it computes none.
 
         apart: whether a step is two programs, see also ChunkPrograms; None: on an accelerator.
+        most_saving: pages of each rank that may be gathered for a cache in host memory and not be
+        there yet; 0: there is no such cache.
         """
         draws_apart = not opened.model.on_cpu if apart is None else apart
         self._opened = opened
@@ -145,26 +144,24 @@ class DecodeEngine:
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
         self._set_mask: dict[int, Program] = {}
         self._runs = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
+        spare_pages = self._runs.spare_pages
+        self._gathered: GatheredRuns | None = None
+        if most_saving:
+            self._gathered = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
+            spare_pages += most_saving * self._gathered.copies
         self.plan: MemoryPlan
         self._pool: Array
         # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
         contexts = self._rank_slots if local is None or on_cpu() else 1 << 20
         empty = self._empty_state(all_slots)
-        # Every device of a rank has the state of all its slots.
-        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
-        state_bytes *= len(opened.devices) // self._dp_size
-        if self._draws is not None:
-            state_bytes += self._draws.logits_bytes * len(opened.devices)
-        if self._chunks is not None:
-            state_bytes += self._chunks.hidden_bytes * len(opened.devices)
         self._pool, self.plan, self.programs = make_pool(
             opened,
             mem_fraction,
             max_total_tokens,
             self._natural_pages(contexts),
             self._programs,
-            self._runs.spare_pages,
-            state_bytes,
+            spare_pages,
+            self._state_bytes(empty),
         )
         self._params = self._experts.settle(self._params)
         self._runs.settle()
@@ -178,6 +175,8 @@ class DecodeEngine:
         if self._chunks is not None:
             self.calls.add("chunk", self._run_chunk)
             self.calls.add("sample", self._chunks.sample_first)
+        if self._gathered is not None:
+            self.calls.add("gather", self._gather)
         if spans_processes(opened.model.mesh):
             self._warm_up()
 
@@ -196,6 +195,16 @@ class DecodeEngine:
         """
         for ids, cut in self._runs.cut(page_ids, shards):
             self.calls("place", *self._runs.ids_of(rank, ids), rank=rank, shards=cut)
+
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
+        """As of `prefill.engine.PrefillEngine`."""
+        assert self._gathered is not None, "no page is saved"
+        bucket, ids = self._gathered.ids_of(page_ids)
+        return self._gathered.shards(self.calls("gather", bucket, ids), page_ids)
+
+    @property
+    def max_run_pages(self) -> int:
+        return self._buckets.run_pages[-1]
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
         """Dispatch the set-up of slots that join the batch."""
@@ -282,6 +291,10 @@ class DecodeEngine:
     ) -> None:
         self._pool = self._runs.place(self._pool, bucket, ids, rank, shards)
 
+    def _gather(self, bucket: int, ids: np.ndarray) -> Array:
+        assert self._gathered is not None
+        return self._gathered.gather(self._pool, bucket, ids)
+
     def _start(self, _: int, slots: np.ndarray, *leaves: np.ndarray) -> None:
         fresh = jax.tree.unflatten(self._state_tree, leaves)
         self._state = self._admit(self._state, slots, fresh)
@@ -318,6 +331,8 @@ class DecodeEngine:
     def _warm_up(self) -> None:
         """Make the devices of all members connect now rather than at the first request."""
         self.calls.take("place", *self._runs.ids_of(0, ()))
+        if self._gathered is not None:
+            self.calls.take("gather", *self._gathered.ids_of([()] * self._dp_size))
         if self._chunks is not None:
             packed = self._chunks.pack([()] * self._dp_size)
             self.calls.take("chunk", packed.bucket, *packed.arrays)
@@ -327,6 +342,17 @@ class DecodeEngine:
         jax.block_until_ready(self.calls.take("step", 0, no_slots))
 
     # --- shapes -------------------------------------------------------------------------------
+
+    def _state_bytes(self, empty: SlotState) -> int:
+        """What all devices keep between two calls, besides weights and pages."""
+        # Every device of a rank has the state of all its slots.
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
+        num_bytes *= len(self._opened.devices) // self._dp_size
+        if self._draws is not None:
+            num_bytes += self._draws.logits_bytes * len(self._opened.devices)
+        if self._chunks is not None:
+            num_bytes += self._chunks.hidden_bytes * len(self._opened.devices)
+        return num_bytes
 
     def _natural_pages(self, contexts: int) -> int:
         """Pages of each group for so many full-length requests; rings need fewer of the second."""
@@ -347,6 +373,8 @@ class DecodeEngine:
             programs += self._chunks.programs(params, pool, experts)
         programs += self._experts.programs(params)
         programs += self._runs.programs(pool)
+        if self._gathered is not None:
+            programs += self._gathered.programs(pool)
         return programs + self._slot_programs(state)
 
     def _step_programs(

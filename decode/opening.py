@@ -10,6 +10,8 @@ from model.buckets import DecodeBuckets, PrefillBuckets, decode_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
 from model.promises import PROMISES
 from transfer.choice import arriving_bytes, check_staging
+from transfer.host_sizes import check_host
+from transfer.keeping import most_saving
 from transfer.opened import PoolFacts, open_configured
 
 
@@ -33,6 +35,8 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
 
     def check(opened: OpenedModel) -> None:
         _buckets(config, opened)
+        if keeps_prefixes(config):
+            check_host(config, opened)
         check_staging(config, opened.kv, config.transfer_staging_bytes)
         if on_cpu() and config.local_prefill_tokens != ANY_PROMPT:
             PROMISES.lent_bytes = arriving_bytes(config, opened.kv, config.transfer_staging_bytes)
@@ -45,9 +49,19 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
     if local_tokens:
         local = local_buckets(local_tokens, chunk, opened.kv.page_size, opened.padding_costs)
     engine = DecodeEngine(
-        opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
+        opened,
+        buckets,
+        config.mem_fraction_static,
+        config.max_total_tokens,
+        local,
+        most_saving=most_saving(buckets.run_pages) if keeps_prefixes(config) else 0,
     )
     return Built(engine, opened, _rank_slots(config), local, buckets.ring_pages)
+
+
+def keeps_prefixes(config: DecodeConfig) -> bool:
+    """Whether the host keeps what the prefix caches evict: there are none without own prompts."""
+    return config.enable_hierarchical_cache and config.local_prefill_tokens != 0
 
 
 def _rank_slots(config: DecodeConfig) -> int:

@@ -21,7 +21,7 @@ from decode.grants import GrantSender
 from decode.held import GrantFailed, Held, LocalFlight, StepFlight, is_local
 from decode.loads import Loads
 from decode.local import LocalPrompt, LocalQueue
-from decode.opening import build_engine, most_local
+from decode.opening import build_engine, keeps_prefixes, most_local
 from decode.rings import Rings
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
@@ -38,7 +38,10 @@ from transfer.chunk_times import ChunkTimes, next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
+from transfer.host_pages import HostPages
+from transfer.host_sizes import take_host
 from transfer.inbound import Receiver
+from transfer.keeping import Keeping
 from transfer.opened import PoolFacts
 from transfer.pages import PagePool
 from transfer.ports import bind
@@ -97,7 +100,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         )
         data_address = receiver.start()
         facts = PoolFacts.of(opened)
-        self.assemble(engine, facts, rank_slots, receiver, data_address, local, ring_pages)
+        host = take_host(config, opened, engine) if keeps_prefixes(config) else None
+        self.assemble(engine, facts, rank_slots, receiver, data_address, local, ring_pages, host)
         self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
@@ -108,7 +112,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             chunked_prefill_size=local.tokens[-1] if local is not None else 0,
         )
         info = self.described(opened, data_address, engine.num_pages)
-        return msgspec.structs.replace(info, local_prefill_tokens=local_tokens)
+        kept = host.num_pages if host else 0
+        return msgspec.structs.replace(info, local_prefill_tokens=local_tokens, host_pages=kept)
 
     def assemble(
         self,
@@ -119,11 +124,12 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         data_address: str,
         local: PrefillBuckets | None = None,
         ring_pages: int = 0,
+        host: HostPages | None = None,
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own.
 
         local: shapes of chunks of prompts that are computed here; None: there are none.
-        ring_pages: see decode/rings.py.
+        ring_pages: see decode/rings.py. host: keeps prefixes that the pool evicts.
         """
         assert local is None or not ring_pages, "chunks of prompts look further back than rings"
         self._engine = engine
@@ -134,8 +140,12 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         caching = local is not None and not self.config.disable_radix_cache
         headroom = self.config.headroom_pages
         self._admission = Admission(
-            pools, rank_slots, facts.page_size, headroom, caching, ring_pages
+            pools, rank_slots, facts.page_size, headroom, caching, ring_pages, host
         )
+        self._keeping: Keeping | None = None
+        if host is not None:
+            caches = self._admission.caches
+            self._keeping = Keeping(host, caches, engine, facts.groups, self.counters)
         self._scheduler = DecodeScheduler(self._admission, self.config.num_drafts)
         self._speculation = Speculation(self._admission.num_slots, self.config.num_drafts)
         most = (local.tokens[-1], local.pages, local.dear_tokens) if local is not None else (0, 0)
@@ -264,6 +274,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def turn(self) -> bool:
         self._seat()
+        self._move_pages()
         while self._constrained and self._inflight:
             self._complete(self._inflight.popleft())
         self._start()
@@ -271,6 +282,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if computes:
             self._dispatch_local()
         plan = self._plan()
+        self._move_pages()
         if plan is not None:
             self._dispatch_step(plan)
         while len(self._inflight) > 1:
@@ -280,6 +292,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self.expire()
         self._refresh_load()
         self._tell()
+        if self._keeping is not None:
+            self._keeping.settle()
         # A room that ended in this turn may have left a seat, and no event will say so.
         return bool(self._inflight or self._starts or len(self._local) or self._admission.may_admit)
 
@@ -309,6 +323,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             grants.setdefault(held.submit.prefill.address, []).append(grant)
         if grants:
             self.on_loop(self._send_grants, grants)
+
+    def _move_pages(self) -> None:
+        """Save the pages that were evicted just now, and fill those that the host gives back."""
+        if self._keeping is not None:
+            self._keeping.dispatch()
 
     def _queue_local(self, held: Held, seat: Seat) -> None:
         if seat.sharing is not None:
@@ -447,6 +466,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def state(self) -> wire.WorkerState:
         self._admission.check()
         counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
+        if self._keeping is not None:
+            counters["host_pages"] = self._keeping.num_pages
         held, cached = self._loads.num_held, self._loads.num_cached
         self._refresh_load()
         return self.described_state(held, cached, counters, self._admission.num_waiting)

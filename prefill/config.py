@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from model.buckets import MAX_SEQS_PER_CHUNK
 from prefill.balancer import Method
 from transfer.backend import MAX_PAYLOAD_BYTES
-from transfer.checks import above_zero, at_least, at_most
-from transfer.errors import ConfigError
+from transfer.checks import at_least, at_most
 from transfer.worker_config import WorkerConfig
 
 
@@ -22,9 +21,6 @@ class PrefillConfig(WorkerConfig):
     transfer_queue_bytes: int = 2 << 30
     # How prompts are shared out to the data-parallel ranks.
     load_balance_method: Method = "shortest_queue"
-    enable_hierarchical_cache: bool = False  # evicted prefixes stay in the host's memory
-    hicache_ratio: float = 2.0  # pages there for each page in the pools of all ranks
-    hicache_size: int = 0  # 10^9 bytes; 0 = by the ratio
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,10 +31,3 @@ class PrefillConfig(WorkerConfig):
         at_most(self, "transfer_connections", 64)  # each has a thread at either end
         at_most(self, "max_frame_bytes", MAX_PAYLOAD_BYTES)
         at_most(self, "max_seqs_per_chunk", MAX_SEQS_PER_CHUNK)
-        above_zero(self, "hicache_ratio")
-        at_least(self, "hicache_size", 0)
-        if self.enable_hierarchical_cache and self.disable_radix_cache:
-            raise ConfigError(
-                "--enable-hierarchical-cache keeps what the prefix cache evicts, got "
-                "--disable-radix-cache"
-            )

@@ -21,8 +21,7 @@ from model.pieces import Piece
 from model.sampling import SampleOut
 from prefill.config import PrefillConfig
 from prefill.held import Held
-from prefill.keeping import Keeping, RunEngine
-from prefill.opening import build_engine, host_pages
+from prefill.opening import build_engine
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import PrefillScheduler, Prompt
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
@@ -35,6 +34,8 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code, Incompatible
 from transfer.host_pages import HostPages
+from transfer.host_sizes import take_host
+from transfer.keeping import Keeping, RunEngine
 from transfer.layout import HeadRun, plan_heads
 from transfer.opened import PoolFacts
 from transfer.outbound import Sender
@@ -101,7 +102,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             sender_id=self.worker_id(),
             on_event=self.inbox.post,
         )
-        host = host_pages(config, opened, engine)
+        host = take_host(config, opened, engine) if config.enable_hierarchical_cache else None
         self.assemble(engine, PoolFacts.of(opened), buckets, sender, host)
         self.lead(engine.calls)
         self._compiles.arm()

@@ -271,7 +271,7 @@ class WorkerInfo(Message):
     transfer_backend: str = "tcp"  # auto, tcp, shm or nixl
     host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
     local_prefill_tokens: int = 0  # decode: longest prompt that it computes itself
-    host_pages: int = 0  # prefill: what the host's memory keeps of evicted prefixes, at most
+    host_pages: int = 0  # what the host's memory keeps of evicted prefixes, at most
     wire_version: int = WIRE_VERSION
 
 

@@ -60,6 +60,9 @@ class WorkerConfig:
     # Tokens of a chunk; 0 = 512 on CPU, elsewhere 8192, or 2048 where decode's streams wait for it.
     chunked_prefill_size: int = 0
     disable_radix_cache: bool = False
+    enable_hierarchical_cache: bool = False  # evicted prefixes stay in the host's memory
+    hicache_ratio: float = 2.0  # pages there for each page in the pools of all ranks
+    hicache_size: int = 0  # 10^9 bytes; 0 = by the ratio
     max_queued_requests: int = 1024
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     drain_timeout_s: float = 30.0  # the most time for begun rooms to finish, once told to leave
@@ -98,6 +101,13 @@ class WorkerConfig:
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
             )
         check_port(self, "port")
+        above_zero(self, "hicache_ratio")
+        at_least(self, "hicache_size", 0)
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise ConfigError(
+                "--enable-hierarchical-cache keeps what the prefix cache evicts, got "
+                "--disable-radix-cache"
+            )
         if self.disaggregation_transfer_backend == "nixl":
             nixl_agent.find()
 

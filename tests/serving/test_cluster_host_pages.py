@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.cluster import Cluster, up
 from tests.one_process import CONTEXT
@@ -13,8 +14,8 @@ GPT_OSS = Path(__file__).resolve().parents[1] / "goldens" / "gpt_oss"
 ROUNDS = 3
 
 
-def _counter(cluster: Cluster, name: str) -> float:
-    return cluster.worker("prefill")["counters"].get(name, 0)
+def _counter(cluster: Cluster, name: str, role: str = "prefill") -> float:
+    return cluster.worker(role)["counters"].get(name, 0)
 
 
 def test_prefixes_come_back_on_whichever_rank_and_every_text_is_that_of_one_process_alone() -> None:
@@ -52,7 +53,23 @@ def test_prefixes_come_back_on_whichever_rank_and_every_text_is_that_of_one_proc
         assert again["meta_info"]["cached_tokens"] == 0
 
 
-def test_pages_of_windows_at_a_byte_a_number_come_back_to_a_worker_of_two_processes() -> None:
+@pytest.mark.parametrize(
+    ("role", "flags"),
+    [
+        (
+            "prefill",
+            (
+                "--prefill-max-seqs-per-chunk=1",
+                "--prefill-nnodes=2",
+                "--prefill-tp-size=2",
+                "--prefill-max-total-tokens=128",
+            ),
+        ),
+        ("decode", ("--colocated", "--max-total-tokens=128")),
+    ],
+    ids=["prefill of two processes", "both roles in one process"],
+)
+def test_pages_of_windows_at_a_byte_a_number_come_back(role: str, flags: tuple[str, ...]) -> None:
     prompts = json.loads((GPT_OSS / "golden.json").read_text())["prompts"]
     base = max((prompt["ids"] for prompt in prompts), key=len)
     rng = np.random.default_rng(4)
@@ -63,10 +80,7 @@ def test_pages_of_windows_at_a_byte_a_number_come_back_to_a_worker_of_two_proces
         "--page-size=16",
         "--kv-cache-dtype=fp8_e4m3",
         "--chunked-prefill-size=64",
-        "--prefill-max-seqs-per-chunk=1",
-        "--prefill-nnodes=2",
-        "--prefill-tp-size=2",
-        "--prefill-max-total-tokens=128",
+        *flags,
         "--decode-max-running-requests=1",
         "--enable-hierarchical-cache",
         "--hicache-ratio=4",
@@ -81,7 +95,7 @@ def test_pages_of_windows_at_a_byte_a_number_come_back_to_a_worker_of_two_proces
                 assert answer["output_ids"] == before["output_ids"]
                 assert answer["meta_info"]["cached_tokens"] == 96
                 assert before["meta_info"]["cached_tokens"] == 0
-        assert _counter(cluster, "host_pages_restored") > 0
+        assert _counter(cluster, "host_pages_restored", role) > 0
         for worker in cluster.settled():
             assert worker["compiles_after_ready"] == 0
             assert worker["pages_held"] == 0

@@ -152,10 +152,7 @@ class ChunkEngine:
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         assert 0 < max(map(len, page_ids)) <= self.max_run_pages
-        return [
-            pool.shards(run, self.max_run_pages)
-            for pool, run in zip(self._pools, page_ids, strict=True)
-        ]
+        return _gathered(self._pools, page_ids, self.max_run_pages)
 
 
 @dataclass
@@ -201,6 +198,14 @@ class StepEngine:
 
     def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
         _place(self._pools[rank], page_ids, shards)
+
+    @property
+    def max_run_pages(self) -> int:
+        return 3
+
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
+        assert 0 < max(map(len, page_ids)) <= self.max_run_pages
+        return _gathered(self._pools, page_ids, self.max_run_pages)
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
         for start in starts:
@@ -329,6 +334,12 @@ class StepEngine:
 
     def _pool_of(self, slot: int) -> Pool:
         return self._pools[slot // self._rank_slots]
+
+
+def _gathered(
+    pools: Sequence[Pool], page_ids: Sequence[Sequence[int]], padded: int
+) -> list[list[Any]]:
+    return [pool.shards(run, padded) for pool, run in zip(pools, page_ids, strict=True)]
 
 
 def _place(pool: Pool, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:

@@ -15,7 +15,6 @@ from decode.constrained import ConstrainedSlots
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from model import buckets
-from prefill.keeping import Keeping
 from prefill.ranks import Ranks
 from prefill.scheduler import PrefillScheduler
 from prefill.shipping import Shipping
@@ -25,6 +24,7 @@ from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer import wire
 from transfer.host_pages import HostPages
 from transfer.inbound import Inbound
+from transfer.keeping import Keeping
 from transfer.prefix_cache import PrefixCache, Sharing
 from transfer.role import GrammarReady, RoleWorker
 from transfer.worker import Aborted, ApiGone
@@ -43,6 +43,8 @@ HAPPENS = [
     "cached_tokens",
     "prefill_host_pages_saved",
     "prefill_host_pages_restored",
+    "decode_host_pages_saved",
+    "decode_host_pages_restored",
     "prompt_logprobs",
     "tokens_early",
     "step_read_1_behind",

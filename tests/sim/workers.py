@@ -234,6 +234,7 @@ class SimDecode(DecodeWorker):
             receiver.start(),
             local if plan.local_tokens else None,
             ring_pages,
+            _host_pages(plan, facts) if plan.local_tokens else None,
         )
         self._grammars = SimGrammars(fabric.net)
         self._ready = True

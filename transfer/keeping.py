@@ -10,7 +10,7 @@ import numpy as np
 from transfer.host_pages import HostPages
 from transfer.prefix_cache import PrefixCache
 
-RUNS_SAVED_AHEAD = 4  # gathered but not on the host yet: memory is planned for so many
+_RUNS_SAVED_AHEAD = 4  # gathered but not on the host yet: memory is planned for so many
 
 
 class _Page(NamedTuple):
@@ -22,8 +22,13 @@ class _Page(NamedTuple):
 _Run = Sequence[_Page]
 
 
+def most_saving(run_pages: Sequence[int]) -> int:
+    """Pages of a rank that may be gathered but not on the host yet. run_pages: lengths of runs."""
+    return _RUNS_SAVED_AHEAD * run_pages[-1]
+
+
 class RunEngine(Protocol):
-    """What this needs of `prefill.engine.PrefillEngine`."""
+    """What this needs of an engine."""
 
     @property
     def num_pages(self) -> int: ...
@@ -54,14 +59,16 @@ class Keeping:
     def dispatch(self) -> None:
         """Gather the evicted pages, then fill the restored ones.
 
-        Call after planning a chunk and before dispatching it: the device runs calls in order, so
-        pages are read before others are written over them, and written before the chunk reads them.
+        Call after pages were evicted or restored, before a call to the engine that may write to
+        them or read them: the device runs calls in order.
         """
+        if not any(cache.evicted or cache.restored for cache in self._caches):
+            return
         restored = [self._runs(cache.restored) for cache in self._caches]
         wanted = {page.digest for runs in restored for run in runs for page in run}
         evicted = [self._runs(cache.evicted) for cache in self._caches]
         for each in zip_longest(*evicted, fillvalue=()):  # one of every rank
-            if len(self._saving) == RUNS_SAVED_AHEAD:
+            if len(self._saving) == _RUNS_SAVED_AHEAD:
                 self._save(self._saving.popleft(), wanted)
             gathered = self._engine.gather_runs([[page.page_id for page in run] for run in each])
             self._saving.append([both for both in zip(each, gathered, strict=True) if both[0]])
