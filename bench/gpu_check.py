@@ -235,6 +235,8 @@ def _run_inside(part: str, args: argparse.Namespace, allowance: Allowance) -> in
         jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     shape = shape_of(part, args.shape, on_cpu)
+    if on_cpu:
+        print(f"gpu_check: JAX finds no accelerator: {part} on the CPU, {shape.name}", flush=True)
     report = Report("gpu_check", describe(with_jax=True), 0, path)
     try:
         good = PARTS[part](report, shape, args.budget_s, allowance)
