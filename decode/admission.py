@@ -9,8 +9,8 @@ All data-parallel ranks share one queue. Each rank has slots and pages of its ow
 is chosen when the request is let in, unless it was dictated. No younger request overtakes one that
 waits for a rank on that rank.
 
-Pages of prompts that decode computed itself stay in their rank's prefix cache. They count as free:
-where a page is needed, the oldest cached one that nobody holds is taken.
+Pages of prompts stay in their rank's prefix cache, whether prefill sent them or decode computed
+them. They count as free: where a page is needed, the oldest cached one that nobody holds is taken.
 """
 
 from bisect import insort
@@ -34,7 +34,8 @@ class Seat:
     num_tokens: int  # tokens whose kv arrives from prefill, or is computed here
     arrival_s: float
     rank: int = -1  # dictated, or chosen when it is seated
-    sharing: Sharing | None = None  # None: prefill computes it
+    sharing: Sharing | None = None  # None: it shares no pages
+    is_local: bool = False  # decode computes it itself
     slot: int = -1  # counted over all ranks, those of rank 0 first
     pages: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)  # see decode/rings.py
@@ -58,7 +59,7 @@ class Admission:
         ring_pages: int = 0,
         host: HostPages | None = None,
     ) -> None:
-        """pools: one per rank. rank_slots: slots of each rank. caching: keep prompts computed here.
+        """pools: one per rank. rank_slots: slots of each rank. caching: keep prompts' pages.
 
         ring_pages: most pages of a seat's ring; 0: no rings. host: keeps what the caches evict.
         """
@@ -115,13 +116,14 @@ class Admission:
         arrival_s: float,
         rank: int = -1,
         sharing: Sharing | None = None,
+        is_local: bool = False,
     ) -> None:
-        """Queue a room; rank: dictated, or -1. sharing: see Seat."""
+        """Queue a room; rank: dictated, or -1. sharing, is_local: see Seat."""
         assert -1 <= rank < len(self._pools), rank
         assert all(seat.room != room for seat in self._waiting), f"room {room} twice"
         assert room not in self._seats, f"room {room} twice"
         self._may_fit = True
-        seat = Seat(room, num_tokens, arrival_s, rank, sharing)
+        seat = Seat(room, num_tokens, arrival_s, rank, sharing, is_local)
         insort(self._waiting, seat, key=_age)
         self._count_waiting(seat, 1)
 
@@ -179,18 +181,27 @@ class Admission:
         seat.num_cached = len(pages) * self.page_size
         self._may_fit = True
 
-    def computed(self, seat: Seat, num_tokens: int) -> None:
-        """Decode computes a prompt's first num_tokens tokens before any later call.
+    def digest(self, seat: Seat, num_sent: int) -> None:
+        """Digest the pages of a prompt of which num_sent were sent.
 
-        So from now on, others may share the pages that this fills.
+        `filled` needs all: for a long prompt at once, they would hold up a step.
+        """
+        if seat.sharing is not None:
+            num_pages = seat.num_cached // self.page_size + num_sent
+            seat.sharing.first(self.caches[seat.rank], num_pages)
+
+    def filled(self, seat: Seat, num_tokens: int) -> None:
+        """The pages of a prompt's first num_tokens tokens are filled before any later call.
+
+        So from now on, others may share them.
         """
         if seat.sharing is None:
             return
         cache, full = self.caches[seat.rank], num_tokens // self.page_size
-        filled = seat.sharing.first(cache, full)
-        cache.insert(filled, seat.pages[:full])
+        found = seat.sharing.first(cache, full)
+        cache.insert(found, seat.pages[:full])
         # A room that was found too large may need fewer pages of its own now.
-        if any(each.sharing and each.sharing.begins_with(filled) for each in self._waiting):
+        if any(each.sharing and each.sharing.begins_with(found) for each in self._waiting):
             self._may_fit = True
 
     def victim(self, rank: int) -> Seat:

@@ -124,7 +124,7 @@ class LocalQueue:
         piece.prompt.num_planned = piece.end
         if piece.is_last:
             self._waiting[piece.prompt.rank].remove(piece.prompt)
-        self._admission.computed(piece.prompt.seat, piece.end)
+        self._admission.filled(piece.prompt.seat, piece.end)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting))

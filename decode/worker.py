@@ -137,7 +137,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._num_pages = engine.num_pages
         self._rings = Rings(facts, engine.num_pages, ring_pages)
         pools = [PagePool(self._rings.pool_pages) for _ in range(self.config.dp_size)]
-        caching = local is not None and not self.config.disable_radix_cache
+        caching = not self.config.disable_radix_cache
+        # Pages for windows are sent for the end of a prompt only.
+        self._shares_sent = caching and facts.groups == 1
+        caching = caching and (local is not None or facts.groups == 1)
         headroom = self.config.headroom_pages
         self._admission = Admission(
             pools, rank_slots, facts.page_size, headroom, caching, ring_pages, host
@@ -191,12 +194,15 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def take(self, submit: wire.Submit, room: Room) -> Held:
         num_tokens, rank = len(submit.token_ids) // 4, self.dictated_rank(submit)
         held, sharing, start = Held(submit, room), None, submit.sampling.prompt_logprobs_start
-        if is_local(submit):
+        local = is_local(submit)
+        if local or self._shares_sent:
+            # Prefill computes logprobs, and at least one page comes from there.
+            reusable = reusable_tokens(num_tokens, start if local else -1)
             token_ids = wire.unpack_i32(submit.token_ids)
-            sharing = Sharing(token_ids, submit.cache_salt, reusable_tokens(num_tokens, start))
-            if start >= 0:
-                held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
-        self._admission.add(submit.room, num_tokens, room.arrival_s, rank, sharing)
+            sharing = Sharing(token_ids, submit.cache_salt, reusable)
+        if local and start >= 0:
+            held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
+        self._admission.add(submit.room, num_tokens, room.arrival_s, rank, sharing, local)
         return held
 
     def release(self, held: Held) -> None:
@@ -216,7 +222,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def has_begun(self, held: Held) -> bool:
         """A prompt that waits for its first chunk has a seat, but has cost nothing yet."""
-        waits = held.seat is not None and held.seat.sharing is not None
+        waits = held.seat is not None and held.seat.is_local
         return super().has_begun(held) and not (waits and held.room.state is State.RESERVED)
 
     def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
@@ -229,6 +235,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         num_pages = shards[0].shape[2]
         page_ids = held.to_fill[page_start : page_start + num_pages]
         self._engine.place_run(held.seat.rank, page_ids, shards)
+        self._admission.digest(held.seat, page_start + num_pages)
         self.counters["pages_received"] += num_pages
 
     def _transferred(self, room: int, first: FirstToken) -> None:
@@ -236,6 +243,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         held = self._held.get(room)
         if held is None or held.seat is None:
             return
+        self._admission.filled(held.seat, held.seat.num_tokens)
         self._look_up_route(held)  # before the ack, after which prefill ends the room
         self._receiver.ack(room)
         self._may_start(held, first)
@@ -306,11 +314,13 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             held.rank = seat.rank
             held.room.advance(State.RESERVED, self.clock.monotonic_s())
             self.counters[f"rank_{seat.rank}_rooms"] += 1
-            if seat.sharing is not None:
+            if seat.is_local:
                 if not held.waits_for_grammar:
                     self._queue_local(held, seat)
                 continue
-            held.to_fill = self._rings.to_fill(seat)
+            first_page = seat.num_cached // self._facts.page_size
+            held.to_fill = self._rings.to_fill(seat)[first_page:]
+            self.counters["pages_shared"] += first_page
             self._receiver.expect(seat.room, self.epoch, len(held.to_fill))
             grant = wire.Grant(
                 room=seat.room,
@@ -319,6 +329,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 page_ids=wire.pack_i32(held.to_fill),
                 tp_size=self.config.tp_size,
                 stored_kv_heads=self._facts.stored_kv_heads,
+                first_page=first_page,
             )
             grants.setdefault(held.submit.prefill.address, []).append(grant)
         if grants:
@@ -330,7 +341,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self._keeping.dispatch()
 
     def _queue_local(self, held: Held, seat: Seat) -> None:
-        if seat.sharing is not None:
+        if seat.is_local and seat.sharing is not None:
             self._local.add(LocalPrompt(seat, seat.sharing, held.logprobs is not None))
 
     def _start(self) -> None:

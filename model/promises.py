@@ -64,7 +64,7 @@ class Promises:
         """This process will take so many bytes besides what it said before. Call in a turn."""
         self._say(max(self._size, self._has_now()) + num_bytes)
 
-    def own_bytes(self) -> int:
+    def outstanding_own_bytes(self) -> int:
         """What this process has promised to take but does not have yet. Call in a turn."""
         return max(self._size - self._has_now(), 0)
 

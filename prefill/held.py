@@ -14,6 +14,7 @@ class Held(HeldRoom):
 
     prompt: Prompt
     grant: wire.Grant | None = None
-    shipped_pages: int = 0  # of the prompt; pages of layers with a window are not counted
+    # Of the prompt, with those that decode had; pages of layers with a window are not counted.
+    shipped_pages: int = 0
     first_windowed: int = 0  # from this page of the prompt on, pages of such layers go, too
     shipped: Shipped | None = None

@@ -1,8 +1,9 @@
 """Which pages are sent after a chunk, under which numbers, and what is kept until they are.
 
-Pages travel under numbers: a prompt's pages are 0 to n - 1. Where layers with a window have pages
-of their own (model/page_groups.py), numbers from n on are the last of those pages, the ones that
-decode still looks at. Decode says how many of them it wants by the number of pages that it grants.
+Pages travel under numbers: a prompt's pages are 0 to n - 1, of those that decode does not have yet.
+Where layers with a window have pages of their own (model/page_groups.py), numbers from n on are the
+last of those pages, the ones that decode still looks at. Decode says how many of them it wants by
+the number of pages that it grants; it then has none of the prompt.
 """
 
 from collections import deque
@@ -61,25 +62,29 @@ class Shipping:
     most: int
     groups: int = 1
 
-    def first_windowed(self, num_tokens: int, num_granted: int) -> int | None:
+    def first_windowed(self, num_tokens: int, num_granted: int, first_page: int = 0) -> int | None:
         """The first of a prompt's pages that also travels for layers with a window.
 
-        num_granted: pages that decode has for the prompt. Returns None if no prompt of num_tokens
-        can have so many.
+        num_granted: pages that decode reserved for those of the prompt from first_page on. Returns
+        None if no prompt of num_tokens can have so many, or none that is to be sent.
         """
         num_pages = pages_for(num_tokens, self.page_size)
-        behind = num_granted - num_pages
+        behind = num_granted - (num_pages - first_page)
         most = num_pages if self.groups > 1 else 0
-        return num_pages - behind if 0 <= behind <= most else None
+        starts = first_page == 0 if self.groups > 1 else first_page < num_pages
+        return num_pages - behind if starts and 0 <= behind <= most else None
 
-    def runs_of(self, piece: Piece[Prompt], pages: range, first_windowed: int) -> list[Run]:
+    def runs_of(
+        self, piece: Piece[Prompt], pages: range, first_windowed: int, first_page: int = 0
+    ) -> list[Run]:
         """These pages of the piece's prompt, in runs that fit a compiled gather."""
         prompt = piece.prompt
         behind = [self.num_pages + prompt.pages[i] for i in pages if i >= first_windowed]
         number = pages_for(prompt.num_tokens, self.page_size) + max(pages.start - first_windowed, 0)
         # Windowed pages first: once the last of the others has left, the whole chunk has.
         runs = self._cut(prompt.room, number, behind)
-        return runs + self._cut(prompt.room, pages.start, [prompt.pages[i] for i in pages])
+        page_ids = [prompt.pages[i] for i in pages]
+        return runs + self._cut(prompt.room, pages.start - first_page, page_ids)
 
     def _cut(self, room: int, number: int, page_ids: Sequence[int]) -> list[Run]:
         cuts = range(0, len(page_ids), self.most)

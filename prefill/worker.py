@@ -233,9 +233,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.counters["grants_stale"] += 1
             return
         num_tokens, num_granted = held.prompt.num_tokens, len(grant.page_ids) // 4
-        first = self._shipping.first_windowed(num_tokens, num_granted)
+        first = self._shipping.first_windowed(num_tokens, num_granted, grant.first_page)
         if first is None:
-            message = f"decode granted {num_granted} pages for {num_tokens} tokens"
+            pages = f"{num_granted} pages from {grant.first_page} on"
+            message = f"decode granted {pages} for {num_tokens} tokens"
             self.fail(grant.room, Code.STALE, message)
             return
         try:
@@ -244,6 +245,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.fail(grant.room, Code.STALE, str(error))
             return
         held.first_windowed = first
+        held.shipped_pages = grant.first_page
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
         self._sender.open(grant)  # connects while the first chunk is computed
@@ -338,7 +340,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 firsts.append(held.first_sample(placed))
             runs = self._runs_of(held, piece)
             wanted[piece.prompt.rank] += runs
-            page_end = held.shipped_pages if runs else 0
+            page_end = runs[-1].first_page + len(runs[-1].page_ids) if runs else 0
             times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end))
             self.counters["tokens_computed"] += piece.num_tokens
         flight = InFlight(chunk, times)
@@ -354,7 +356,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         """The pages that this piece completes, in runs that fit a compiled gather."""
         wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)
-        return self._shipping.runs_of(piece, wanted, held.first_windowed)
+        assert held.grant is not None, "computed without a grant"
+        return self._shipping.runs_of(piece, wanted, held.first_windowed, held.grant.first_page)
 
     def _stage(self, flight: InFlight, runs: Sequence[Run]) -> None:
         """Gather a run of each rank. The oldest staged runs leave first if memory is short."""

@@ -58,7 +58,7 @@ def _check_room(most: int, kv: KVSpec, beside: int = 0) -> None:
 
     beside: bytes of other memory that it needs.
     """
-    left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.own_bytes()
+    left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
     if not 0 < most * kv.all_layers_bytes <= left - beside:
         raise ModelError(
             f"--enable-hierarchical-cache: {most} pages of {mib(kv.all_layers_bytes)} do not fit "

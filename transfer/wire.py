@@ -114,6 +114,7 @@ class Grant(Message):
     page_ids: bytes  # i32[pages]: ids in decode's pool, by page number (prefill/shipping.py)
     tp_size: AtLeastOne  # decode's shards; with the next field, its half of the reshard plan
     stored_kv_heads: AtLeastOne  # kv heads that decode stores, over all shards
+    first_page: Count = 0  # of the prompt, that is to be sent: decode has those before it
 
 
 class GrantBatch(Message):

@@ -184,7 +184,7 @@ def test_a_rank_that_could_evict_all_it_has_is_roomier_than_one_in_use() -> None
     desk = admission(num_pages=8, ranks=2, caching=True)
     desk.add(1, 20, 1.0, rank=0, sharing=sharing(range(20)))
     (seat,) = desk.admit()
-    desk.computed(seat, 20)
+    desk.filled(seat, 20)
     desk.release(1)  # on rank 0 three pages are free, five cached
     desk.add(2, 15, 2.0, rank=1)  # half of rank 1's pages
     desk.add(3, 1, 3.0)
@@ -195,7 +195,7 @@ def test_a_prompt_computed_here_shares_the_pages_of_one_before_it() -> None:
     desk = admission(caching=True)
     desk.add(1, 10, 1.0, sharing=sharing(range(10)))
     (first,) = desk.admit()
-    desk.computed(first, 6)  # a chunk that fills one page
+    desk.filled(first, 6)  # a chunk that fills one page
     desk.add(2, 9, 2.0, sharing=sharing(range(9)))
     desk.add(3, 9, 3.0, sharing=sharing(range(9), "other"))
     desk.add(4, 9, 4.0)  # prefill computes it, into pages of its own
@@ -211,7 +211,7 @@ def test_what_is_cached_is_as_good_as_free_but_for_pages_in_use() -> None:
     desk = admission(num_pages=4, caching=True)
     desk.add(1, 12, 1.0, sharing=sharing(range(12)))
     (first,) = desk.admit()
-    desk.computed(first, 12)
+    desk.filled(first, 12)
     desk.release(1)
     assert len(desk.caches[0]) == 3
     desk.add(2, 12, 2.0, sharing=sharing(range(12)))  # two cached pages, and two more
@@ -252,7 +252,7 @@ class AdmissionBesideModel(RuleBasedStateMachine):
             assert len(seat.pages) == self.waiting[oldest][1] // PAGE + 1
             del self.waiting[oldest]
             self.seated[oldest] = seat
-            self.desk.computed(seat, seat.num_tokens)
+            self.desk.filled(seat, seat.num_tokens)
         if self.waiting and not self.seated:
             oldest = min(self.waiting, key=lambda room: (self.waiting[room][0], room))
             assert self.waiting[oldest][1] // PAGE + 1 > 10, "it fits, and nobody is in its way"
@@ -324,7 +324,7 @@ def test_pages_that_sharing_frees_seat_who_waits() -> None:
     first, second = desk.admit()
     desk.add(3, 4, 3.0)
     assert desk.admit() == ()
-    desk.computed(first, 12)
+    desk.filled(first, 12)
     desk.share(second)
     assert rooms(desk.admit()) == [3]
 
@@ -338,10 +338,10 @@ def test_pages_that_a_seat_shares_with_one_who_waits_are_not_counted_twice() -> 
     (first,) = desk.admit()
     assert len(first.pages) == 5
     looks = [desk.may_admit]
-    desk.computed(first, 2 * PAGE)
+    desk.filled(first, 2 * PAGE)
     looks.append(desk.may_admit)
     assert desk.admit() == ()  # it needs three more pages, and one is left
-    desk.computed(first, len(tokens))
+    desk.filled(first, len(tokens))
     looks.append(desk.may_admit)
     assert desk.admit() == ()  # it needs two more, and one is kept for the first to grow
     assert looks == [False, True, True]
@@ -356,7 +356,7 @@ def test_who_begins_as_a_seat_does_needs_few_pages_of_its_own() -> None:
     for room in (1, 2):
         desk.add(room, len(tokens), float(room), sharing=sharing(tokens))
     (first,) = desk.admit()
-    desk.computed(first, len(tokens))
+    desk.filled(first, len(tokens))
     (second,) = desk.admit()
     assert second.pages[:3] == first.pages[:3]
     assert second.num_cached == 3 * PAGE

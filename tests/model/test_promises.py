@@ -162,7 +162,7 @@ def test_its_own_promise_does_not_count(tmp_path: Path) -> None:
     with promises.turn():
         promises.make(100 * MIB)
         assert promises.outstanding_bytes() == 0
-        assert promises.own_bytes() == pytest.approx(100 * MIB, abs=NEAR)
+        assert promises.outstanding_own_bytes() == pytest.approx(100 * MIB, abs=NEAR)
 
 
 def test_what_is_added_to_a_promise_counts_besides_it(tmp_path: Path) -> None:

@@ -48,6 +48,24 @@ def test_pages_of_one_group_keep_their_place_in_the_prompt() -> None:
     assert runs == [(1, 1, [8, 7]), (1, 3, [6, 5])]
 
 
+def test_pages_that_decode_has_are_not_sent_and_the_others_count_from_there() -> None:
+    shipping = Shipping(PAGE, num_pages=100, most=2)
+    prompt = a_prompt(17, [9, 8, 7, 6, 5])
+    assert shipping.first_windowed(17, 3, first_page=2) == 5
+    piece = Piece(prompt, 0, 17)
+    pages = pages_to_ship(piece, PAGE, 2)
+    assert shipping.runs_of(piece, pages, 5, first_page=2) == [(1, 0, [7, 6]), (1, 2, [5])]
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_granted", "first_page"), [(1, 0, 5), (1, 5, 2), (1, 2, 2), (2, 3, 2), (1, 1, 6)]
+)
+def test_from_that_page_on_so_many_cannot_be_granted_for_five(
+    groups: int, num_granted: int, first_page: int
+) -> None:
+    assert Shipping(PAGE, 100, 8, groups).first_windowed(17, num_granted, first_page) is None
+
+
 def test_pages_of_windows_come_from_behind_the_others_and_leave_before_them() -> None:
     shipping = Shipping(PAGE, num_pages=100, most=2, groups=2)
     prompt = a_prompt(17, [9, 8, 7, 6, 5])

@@ -36,7 +36,7 @@ def test_a_crowd_of_both_kinds_gets_the_tokens_of_one_process_alone(
 ) -> None:
     lengths = [len(tokenizer.encode(text)) for text in TEXTS]
     assert min(lengths) <= LOCAL_TOKENS < max(lengths)
-    jobs = jobs_of(tokenizer, 60)
+    jobs = jobs_of(tokenizer, 100)
     # A preempted request comes back with what it wrote so far, which may make it too long.
     crowds(cluster, jobs, expected(jobs))
     decode, prefill = cluster.worker("decode"), cluster.worker("prefill")

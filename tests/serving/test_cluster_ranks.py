@@ -40,7 +40,7 @@ def tokenizer() -> Tokenizer:
 def test_a_crowd_on_two_ranks_gets_the_tokens_of_one_process_alone(
     cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
-    jobs = jobs_of(tokenizer, 60)
+    jobs = jobs_of(tokenizer, 100)
     want = expected(jobs)
     for _ in range(2):  # the second time prefixes are cached
         answers = crowds(cluster, jobs, want)

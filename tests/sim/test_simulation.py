@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from decode import rings
+from decode.admission import Admission, Seat
 from decode.constrained import ConstrainedSlots
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
@@ -29,7 +30,7 @@ from transfer.prefix_cache import PrefixCache, Sharing
 from transfer.role import GrammarReady, RoleWorker
 from transfer.worker import Aborted, ApiGone
 
-SEEDS = range(400, 500)  # chosen so that the rarest of what is listed below happens too
+SEEDS = range(500, 600)  # chosen so that the rarest of what is listed below happens too
 FAULT_SEEDS = range(242, 312)  # each fault must be detected within these
 
 HAPPENS = [
@@ -43,6 +44,7 @@ HAPPENS = [
     "cached_tokens",
     "prefill_host_pages_saved",
     "prefill_host_pages_restored",
+    "decode_pages_shared",
     "decode_host_pages_saved",
     "decode_host_pages_restored",
     "prompt_logprobs",
@@ -206,6 +208,14 @@ def _drafts_for_which_there_is_no_page(plan: Any) -> Callable[..., Any]:
     return planned
 
 
+def _pages_shared_before_they_come(sit: Any) -> Callable[..., Any]:
+    def sat(self: Admission, seat: Seat, rank: int) -> None:
+        sit(self, seat, rank)
+        self.filled(seat, seat.num_tokens)
+
+    return sat
+
+
 def _pages_saved_a_turn_late(dispatch: Any) -> Callable[..., Any]:
     late: dict[PrefixCache, list[tuple[bytes, int]]] = {}
 
@@ -289,6 +299,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (rings, "first_seen", _window_that_ends_a_page_late),
         (buckets, "touched_pages", _rings_a_page_short),
         (Shipping, "runs_of", _windows_from_the_pages_of_others),
+        (Admission, "_sit", _pages_shared_before_they_come),
         (DecodeScheduler, "plan", _drafts_for_which_there_is_no_page),
         (Ranks, "add", _ranks_as_it_likes),
         (PrefillScheduler, "keep_back", _kept_back_for_good),
