@@ -10,7 +10,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
 from decode.admission import Admission, Seat
@@ -111,9 +110,13 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             local_prefill_tokens=local_tokens,
             chunked_prefill_size=local.tokens[-1] if local is not None else 0,
         )
-        info = self.described(opened, data_address, engine.num_pages)
-        kept = host.num_pages if host else 0
-        return msgspec.structs.replace(info, local_prefill_tokens=local_tokens, host_pages=kept)
+        return self.described(
+            opened,
+            data_address,
+            engine.num_pages,
+            local_prefill_tokens=local_tokens,
+            host_pages=host.num_pages if host else 0,
+        )
 
     def assemble(
         self,

@@ -12,7 +12,6 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import jax
-import msgspec
 import numpy as np
 
 from model.buckets import PrefillBuckets, bucket_for
@@ -112,8 +111,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             chunked_prefill_size=buckets.tokens[-1],
             transfer_connections=connections,
         )
-        info = self.described(opened, num_pages=engine.num_pages)
-        return msgspec.structs.replace(info, host_pages=host.num_pages if host else 0)
+        kept = host.num_pages if host else 0
+        return self.described(opened, num_pages=engine.num_pages, host_pages=kept)
 
     def assemble(
         self,
@@ -148,8 +147,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         # The longest chunk of any rank is the length of all: one alone cannot choose it.
         sizes = buckets.dear_tokens if self.config.dp_size == 1 else ()
         limits = buckets.tokens[-1], buckets.seqs, buckets.pages, sizes
-        scheduler = PrefillScheduler(pool, cache, *limits)
-        return Rank(pool, cache, scheduler)
+        return Rank(pool, cache, PrefillScheduler(pool, cache, *limits))
 
     def register_methods(self, server: RpcServer) -> None:
         super().register_methods(server)
@@ -235,8 +233,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         num_tokens, num_granted = held.prompt.num_tokens, len(grant.page_ids) // 4
         first = self._shipping.first_windowed(num_tokens, num_granted, grant.first_page)
         if first is None:
-            pages = f"{num_granted} pages from {grant.first_page} on"
-            message = f"decode granted {pages} for {num_tokens} tokens"
+            message = f"decode granted {num_granted} pages for {num_tokens} tokens"
             self.fail(grant.room, Code.STALE, message)
             return
         try:
@@ -356,8 +353,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         """The pages that this piece completes, in runs that fit a compiled gather."""
         wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)
-        assert held.grant is not None, "computed without a grant"
-        return self._shipping.runs_of(piece, wanted, held.first_windowed, held.grant.first_page)
+        first_page = held.grant.first_page if held.grant is not None else 0
+        return self._shipping.runs_of(piece, wanted, held.first_windowed, first_page)
 
     def _stage(self, flight: InFlight, runs: Sequence[Run]) -> None:
         """Gather a run of each rank. The oldest staged runs leave first if memory is short."""

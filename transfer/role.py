@@ -391,9 +391,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         flags.log_config(self.config)
 
     def described(
-        self, opened: OpenedModel, data_address: str = "", num_pages: int = 0
+        self, opened: OpenedModel, data_address: str = "", num_pages: int = 0, **more: Any
     ) -> wire.WorkerInfo:
-        """How this worker presents itself to the registry."""
+        """How this worker presents itself to the registry. more: fields that only its role has."""
         kv, config = opened.kv, self.config
         return wire.WorkerInfo(
             worker_id=self.worker_id(),
@@ -419,6 +419,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             dtype=opened.model.dtype.name,
             transfer_backend=config.disaggregation_transfer_backend,
             host_identity=host_identity(),
+            **more,
         )
 
     def described_state(
