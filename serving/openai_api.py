@@ -23,7 +23,7 @@ from serving.conversation import (
     render_prompt,
     text_of,
 )
-from serving.errors import bad_field, not_served
+from serving.errors import bad_field, not_served, too_long
 from serving.forms import JSON_FORMATS, check_end, form_of
 from serving.grammar import Form, grammar_text
 from serving.harmony import MARKERS
@@ -67,6 +67,7 @@ class _Reader[F: OpenAIFields]:
     """What readers of completions and of chats share."""
 
     id_prefix: str
+    _most: int | None  # tokens of a prompt that are kept, the last ones; None: all
     _shown: Shown
     _sampling: wire.SamplingParams
 
@@ -78,6 +79,20 @@ class _Reader[F: OpenAIFields]:
         self._n = num_choices(fields.n)
         self._interval = interval_of(fields.stream_interval)
         self._ranks = ranks_of(fields, model)
+
+    def _set_most(self, output: int) -> None:
+        """Set how many tokens of a prompt are kept; None: all.
+
+        output: tokens that it has to leave room for. Raises ApiError if there is no such room.
+        """
+        name, asked = "truncate_prompt_tokens", self._fields.truncate_prompt_tokens
+        length, output = self._model.context_length(), max(output, self._fields.min_tokens or 0)
+        self._most = max(length - output, 1) if asked == -1 else asked
+        if asked is not None and asked != -1:
+            in_range(name, asked, 1, None, "-1 (as many as fit), or")
+            if asked + output > length > output:
+                what = f"{asked} of the prompt before an output of {output} make {asked + output}"
+                raise too_long(name, length, what)
 
     def _set_sampling(self, max_tokens: int | None) -> None:
         """Raises ApiError if a field is wrong. To be called once `_shown` is set."""
@@ -132,11 +147,14 @@ class CompletionReader(_Reader[CompletionFields]):
     def __init__(self, fields: CompletionFields, model: ServedModel) -> None:
         """Raises ApiError if any field is wrong."""
         super().__init__(fields, model)
-        check_size("prompt", fields.prompt, model)
-        self._prompts = _prompts_of(fields.prompt, model.vocab_size)
         self._drop_output = fields.max_tokens == 0 and bool(fields.echo)
         if fields.max_tokens is not None and not self._drop_output:
             in_range("max_tokens", fields.max_tokens, 1, None)
+        default = 1 if self._drop_output else DEFAULT_COMPLETION_TOKENS
+        self._set_most(fields.max_tokens or default)
+        prompt = fields.prompt if self._most is None else _last(fields.prompt, self._most)
+        check_size("prompt", prompt, model)
+        self._prompts = _prompts_of(prompt, model.vocab_size)
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, self._drop_output)
         self._set_sampling(fields.max_tokens)
@@ -152,14 +170,18 @@ class CompletionReader(_Reader[CompletionFields]):
                 await asyncio.sleep(0)  # short texts are tokenized here, and there may be many
             if isinstance(given, str):
                 add_special = fields.add_special_tokens is not False
-                ids = await model.encode_prompt("prompt", given, add_special)
+                most = self._most
+                ids = await model.encode_prompt("prompt", given, add_special, most=most)
+                if fields.echo and most is not None and len(ids) >= most:
+                    front = model.tokenizer.num_added_in_front if add_special else 0
+                    given = model.tokenizer.decode(ids[front:], False)
                 prompts.append(Prompt(ids, given))
             else:
                 text = model.tokenizer.decode(given, False) if fields.echo else ""
                 prompts.append(Prompt(given, text))
         grammar = await grammar_text(self._form, model.trial)
-        most = [self._fit(len(prompt.ids)) for prompt in prompts]
-        return self._request(request_id, prompts, most, grammar)
+        new_tokens = [self._fit(len(prompt.ids)) for prompt in prompts]
+        return self._request(request_id, prompts, new_tokens, grammar)
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
@@ -178,6 +200,20 @@ class CompletionReader(_Reader[CompletionFields]):
             "max_tokens",
             self._fields.min_tokens,
         )
+
+
+def _last(
+    prompt: str | list[str | int | list[int]], most: int
+) -> str | list[str | int | list[int]]:
+    """The prompt, or prompts, with the last of those ids that are given as ids.
+
+    What is cut off is not looked at: it may be millions of ids.
+    """
+    if isinstance(prompt, str) or not prompt:
+        return prompt
+    if isinstance(prompt[0], int):
+        return prompt[-most:]
+    return [item[-most:] if isinstance(item, list) else item for item in prompt]
 
 
 def _prompts_of(
@@ -218,6 +254,7 @@ class ChatReader(_Reader[ChatFields]):
             self._max_tokens = fields.max_completion_tokens
         if self._max_tokens is not None:
             in_range(self._max_name, self._max_tokens, 1, None)
+        self._set_most(self._max_tokens or 1)
         num_logprobs = check_logprobs("top_logprobs", fields.top_logprobs or 0)
         if not fields.logprobs:
             num_logprobs = -1
@@ -267,7 +304,8 @@ class ChatReader(_Reader[ChatFields]):
         """
         fields, model = self._fields, self._model
         text = await render_prompt(model, self._messages, fields)
-        ids = await model.encode_prompt("messages", text, fields.add_special_tokens is True)
+        add_special = fields.add_special_tokens is True
+        ids = await model.encode_prompt("messages", text, add_special, most=self._most)
         if not ids:
             raise bad_field("messages", "the chat template makes an empty prompt of them")
         last = self._messages[-1]

@@ -50,12 +50,13 @@ class OpenAIFields(SamplingFields, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    thinking_token_budget: Any = None  # see REFUSED_UNLESS
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Any = None  # see REFUSED_UNLESS
+    thinking_token_budget: Any = None  # the same
     use_beam_search: NotServed[bool] = None
     logits_processors: NotServed[Any] = None
     bad_words: NotServed[Any] = None
     allowed_token_ids: NotServed[Any] = None
-    truncate_prompt_tokens: NotServed[int] = None
     prompt_embeds: NotServed[Any] = None
     lora_path: NotServed[Any] = None
     custom_logit_processor: NotServed[Any] = None
@@ -79,8 +80,9 @@ class OpenAIFields(SamplingFields, kw_only=True):
     vllm_xargs: NotServed[Any] = None
 
 
-# Refused unless they have this value, which changes nothing. -1 is no bound; 0 would be no thought.
-REFUSED_UNLESS = {"thinking_token_budget": -1}
+# Refused unless they have this value, which changes nothing. A budget of -1 is no bound; 0 would be
+# no thought. From the left tokens are cut off in any case.
+REFUSED_UNLESS = {"thinking_token_budget": -1, "truncation_side": "left"}
 
 
 class CompletionFields(OpenAIFields, kw_only=True):
@@ -138,6 +140,7 @@ _OF_CHATS_ALONE = (
     "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "truncate_prompt_tokens",
 )
 _CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
 

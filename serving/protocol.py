@@ -167,16 +167,25 @@ class ServedModel:
         return rank
 
     async def encode_prompt(
-        self, name: str, text: str, add_special_tokens: bool, threads: Executor | None = None
+        self,
+        name: str,
+        text: str,
+        add_special_tokens: bool,
+        threads: Executor | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Ids of a text. A long one is tokenized off the event loop, in the loop's own threads.
 
-        name: the field that has the text. threads: used instead of the loop's own. Raises ApiError
-        for a token that the model does not have, and (code context_length_exceeded) for a text that
-        cannot fit, without tokenizing all of it, which might take minutes.
+        name: the field that has the text. threads: used instead of the loop's own. most: how many
+        of the ids are kept, see Tokenizer.last; None: all. Raises ApiError for a token that the
+        model does not have, and (code context_length_exceeded) for a text that cannot fit, without
+        tokenizing all of it, which might take minutes.
         """
         loop, length = asyncio.get_running_loop(), self.context_length()
-        if len(text) > _CHARACTERS_PER_TOKEN * length:
+        is_long = len(text) > _CHARACTERS_PER_TOKEN * length
+        if is_long and most is not None:
+            text = await loop.run_in_executor(threads, self.tokenizer.end_of, text, most)
+        elif is_long:
             count = self.tokenizer.fewest_tokens
             fewest = await loop.run_in_executor(threads, count, text, length)
             if fewest > length:
@@ -186,6 +195,8 @@ class ServedModel:
             ids = encode(text, add_special_tokens)
         else:
             ids = await loop.run_in_executor(threads, encode, text, add_special_tokens)
+        if most is not None:
+            ids = self.tokenizer.last(ids, most, add_special_tokens)
         # A model would compute something for any number; most tokenizers have no such ids.
         if self.tokenizer.vocab_size > self.vocab_size and max(ids, default=0) >= self.vocab_size:
             strange = next(token_id for token_id in ids if token_id >= self.vocab_size)

@@ -181,6 +181,36 @@ class Tokenizer:
                 break
         return fewest
 
+    def end_of(self, text: str, enough: int) -> str:
+        """The end of a text, with at least `enough` tokens; all of it if it has fewer.
+
+        The last `enough` tokens of the end are those of the whole text. Counted in parts, as by
+        `fewest_tokens`. Raises ValueError as `encode`.
+        """
+        at, fewest = len(text), -_SPLIT_BY_A_CUT  # the first tokens after the cut may differ
+        while at > 0 and fewest < enough:
+            start = max(0, at - _PART_CHARACTERS)
+            part = self.encode(text[start:at], add_special_tokens=False)
+            fewest += len(part) - _SPLIT_BY_A_CUT
+            at = start
+        return text[at:]
+
+    def last(self, ids: list[int], most: int, has_added: bool) -> list[int]:
+        """The last `most` ids of an encoded text.
+
+        has_added: it was encoded with special tokens. Those in front of the text stay, and count.
+        """
+        if len(ids) <= most:
+            return ids
+        front = min(self.num_added_in_front if has_added else 0, most)
+        return ids[:front] + ids[len(ids) - most + front :]
+
+    @cached_property
+    def num_added_in_front(self) -> int:
+        """How many special tokens `encode` adds before a text."""
+        (encoded,) = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
+        return sum(1 for _ in itertools.takewhile(bool, encoded.special_tokens_mask))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; those outside the vocabulary add nothing. Raises ValueError below 0."""
         if ids and min(ids) < 0:
