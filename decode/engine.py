@@ -31,7 +31,7 @@ from model.page_runs import GatheredRuns, PlacedRuns
 from model.pieces import Piece
 from model.placement import ExpertArgs
 from model.programs import MemoryPlan, Program, abstract_like
-from model.sampling import Asks, SampleOut, empty_rows, set_row
+from model.sampling import Asks, SampleOut, allowed_mask, empty_rows, set_row
 from model.sharding import (
     COLUMNS_OF_RANKS,
     POOL_SPEC,
@@ -223,6 +223,9 @@ class DecodeEngine:
                 if fresh.ring is not None:
                     fresh.ring[row, : len(start.ring)] = start.ring
                 set_row(fresh.rows, row, start.params)
+                mask = allowed_mask(start.params, fresh.masks.shape[1])
+                if mask is not None:
+                    fresh.masks[row] = mask
                 if self._draws is not None:
                     self._draws.start(start.slot, start.params)
             self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))

@@ -25,7 +25,7 @@ class SlotState(NamedTuple):
     max_length: Any  # i32[S]: of history once the request has its last token
     page_table: Any  # i32[S, P]
     ring: Any  # i32[S, R]: pages of layers with a window, see model/page_groups.py; None: none
-    masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a grammar
+    masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a mask
     rows: SamplingRows  # leading axis S
 
 

@@ -28,6 +28,7 @@ from model.sampling import (
     Asks,
     SampleOut,
     SamplingLike,
+    allowed_mask,
     asks_of,
     empty_rows,
     looks_back,
@@ -178,8 +179,11 @@ class ChunkPrograms[Q: ChunkPrompt]:
             lengths[:, first.row] = first.num_prompt_tokens, len(first.token_ids)
             if look_back:
                 history[first.row, : len(first.token_ids)] = first.token_ids
-            if first.mask is not None:
-                masks[first.row] = first.mask
+            mask = first.mask
+            if mask is None:
+                mask = allowed_mask(first.params, masks.shape[1])
+            if mask is not None:
+                masks[first.row] = mask
         return kind, (*jax.tree.leaves(rows), history, *lengths, masks)
 
     def sample_first(self, kind: int, *arrays: np.ndarray) -> SampleOut:

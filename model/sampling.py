@@ -108,6 +108,8 @@ class SamplingLike(Protocol):
     def num_top_logprobs(self) -> int: ...
     @property
     def grammar(self) -> str: ...
+    @property
+    def allowed(self) -> bytes: ...
 
 
 # --- packing, on the host ---------------------------------------------------------------------
@@ -161,17 +163,29 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     rows.stop_ids[row, :num_stop] = params.stop_token_ids
     rows.min_tokens[row] = params.min_tokens
     rows.num_top_logprobs[row] = params.num_top_logprobs
-    rows.has_mask[row] = bool(params.grammar)
+    rows.has_mask[row] = bool(params.grammar or params.allowed)
 
 
 def looks_back(params: SamplingLike) -> bool:
-    """Whether the draw looks at all tokens so far, or at a mask, which follows from them."""
+    """Whether the draw looks at all tokens so far, or at a mask."""
     return bool(
         params.repetition_penalty != 1.0
         or params.frequency_penalty
         or params.presence_penalty
         or params.grammar
+        or params.allowed
     )
+
+
+def allowed_mask(params: SamplingLike, num_words: int) -> np.ndarray | None:
+    """u32[num_words]: the mask of a request that names the ids it may draw; None for any other.
+
+    Bits that its bytes do not have are 0.
+    """
+    if not params.allowed:
+        return None
+    given = np.frombuffer(params.allowed, np.uint8)[: 4 * num_words]
+    return np.pad(given, (0, 4 * num_words - len(given))).view(np.uint32)
 
 
 def asks_of(params: SamplingLike) -> Asks:

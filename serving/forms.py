@@ -75,6 +75,7 @@ class FormFields(Protocol):
     """The fields that cannot go with a form."""
 
     ignore_eos: bool | None
+    allowed_token_ids: list[int] | None
 
 
 def form_of(
@@ -109,6 +110,8 @@ def check_end(
     """Raises ApiError where the answer could not end when its form does."""
     if fields.ignore_eos:
         raise wrong("ignore_eos", f"cannot go with {form.name}, which says where the text ends")
+    if fields.allowed_token_ids is not None:
+        raise wrong("allowed_token_ids", f"cannot go with {form.name}, which says what may follow")
     if min_tokens:
         raise wrong(min_name, f"cannot go with {form.name}, which says where the text ends")
     if not eos_ids:

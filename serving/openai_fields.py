@@ -56,7 +56,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
     use_beam_search: NotServed[bool] = None
     logits_processors: NotServed[Any] = None
     bad_words: NotServed[Any] = None
-    allowed_token_ids: NotServed[Any] = None
     prompt_embeds: NotServed[Any] = None
     lora_path: NotServed[Any] = None
     custom_logit_processor: NotServed[Any] = None

@@ -22,7 +22,7 @@ from serving.errors import ApiError, bad_field, quoted, too_long
 from serving.grammar_trial import GrammarTrial
 from serving.json_fields import NotServed, refuse_unless
 from serving.prompt import Prompt
-from serving.ranges import check_token_ids, in_range, told
+from serving.ranges import check_token_ids, in_range, mask_of, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import Tokenizer
 from serving.turns import Turns
@@ -253,6 +253,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -306,10 +307,15 @@ def sampling_of(
         logit_bias=_logit_bias(fields.logit_bias, model.vocab_size),
         stop_token_ids=_stop_token_ids(fields, model),
         min_tokens=in_range(min_name, min_tokens, 0, None),
+        allowed=mask_of("allowed_token_ids", fields.allowed_token_ids, model.vocab_size),
         # The workers make one table of top logprobs for prompt and output.
         num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
         prompt_logprobs_start=shown.prompt_logprobs_start if shown.num_prompt_logprobs >= 0 else -1,
     )
+    allowed = fields.allowed_token_ids
+    if min_tokens and allowed is not None and set(allowed) <= set(sampling.stop_token_ids):
+        what = f"only ids that end the text, none of which is drawn before {min_name}"
+        raise bad_field("allowed_token_ids", what)
     if max_tokens is not None and min_tokens > max_tokens:
         raise bad_field(min_name, f"{min_tokens} is more than the most tokens asked, {max_tokens}")
     return sampling

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from model.buckets import mask_words
 from serving.errors import bad_field
 
 MAX_COUNT = (1 << 31) - 1  # what the wire and the programs hold
@@ -40,6 +43,16 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = told(low if low < 0 else high)
         raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
+
+
+def mask_of(name: str, ids: Sequence[int] | None, vocab_size: int) -> bytes:
+    """The ids as bits of a mask, see model.buckets.mask_words; b"" for None. Raises ApiError."""
+    if ids is None:
+        return b""
+    check_token_ids(name, few(name, ids, vocab_size), vocab_size)
+    bits = np.zeros(32 * mask_words(vocab_size), np.bool_)
+    bits[np.asarray(ids)] = True
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def id_prompts(name: str, given: Sequence[Any], vocab_size: int) -> list[list[int]]:

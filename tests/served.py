@@ -9,6 +9,7 @@ from serving.demo import demo_model_path
 from serving.forms import form_of
 from serving.grammar import grammar_text
 from serving.grammar_trial import GrammarTrial
+from serving.ranges import mask_of
 from serving.sglang_api import GenerateSampling
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster
@@ -46,6 +47,7 @@ SAMPLINGS: list[dict[str, Any]] = [
         "repetition_penalty": 1.2,
     },
     {"temperature": 1.0, "sampling_seed": 11, "regex": "([A-Z][a-z]{1,7}[,.] ){40}"},
+    {"temperature": 1.0, "sampling_seed": 13, "allowed_token_ids": tuple(range(300, 900, 7))},
 ]
 
 
@@ -85,7 +87,8 @@ def _params(values: dict[str, Any]) -> wire.SamplingParams:
     values.pop("ignore_eos", None)
     seed, regex = values.pop("sampling_seed", 0), values.pop("regex", None)
     grammar = _grammar(regex) if regex is not None else ""
-    return wire.SamplingParams(seed=seed, grammar=grammar, **values)
+    allowed = mask_of("allowed_token_ids", values.pop("allowed_token_ids", None), 2048)
+    return wire.SamplingParams(seed=seed, grammar=grammar, allowed=allowed, **values)
 
 
 @cache

@@ -50,6 +50,7 @@ class SamplingParams(Message):
     num_top_logprobs: I32 = -1  # -1 none, 0 the chosen token's only, up to NUM_TOP_LOGPROBS
     prompt_logprobs_start: I32 = -1  # -1 none; else positions >= start get logprobs
     grammar: str = ""  # in llguidance's format (transfer/grammars.py); "" = any token may follow
+    allowed: bytes = b""  # mask of the only ids that may be drawn (model.buckets); b"" = all may
 
 
 class WorkerRef(Message):

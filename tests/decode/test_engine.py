@@ -198,6 +198,43 @@ class _Noted:
         return self._program(*args)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_slot_that_names_its_ids_draws_as_under_one_mask_in_every_step(apart: bool) -> None:
+    """Slot 0 is told the mask anew before each step, slot 1 names the same ids; slot 2 is free."""
+    page_size, context = 16, 128
+    opened = open_plainly(demo_model_path(), page_size, context)
+    local = local_buckets(48, 48, page_size)
+    steps = full_steps(3, context, page_size)
+    engine = DecodeEngine(opened, steps, 0.0, 4 * context, local, apart=apart)
+    mask = np.bitwise_or.reduce([mask_of(token_id) for token_id in (7, 40, 900, 2047)])
+    free = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7)
+    held = msgspec.structs.replace(free, grammar="any")
+    named = msgspec.structs.replace(free, allowed=mask.tobytes())
+    ids = np.arange(40, dtype=np.int32)
+    pages = [[3 * slot + page for page in range(3)] for slot in range(3)]
+    firsts: list[tuple[int, float]] = []
+    for params, given in ((held, mask[0]), (named, None), (free, None)):
+        prompt = LocalPrompt(Seat(5, 40, 0.0, 0, pages=pages[len(firsts)]), Sharing(ids, "", 0))
+        engine.run_chunk([[Piece(prompt, 0, 40)]])
+        out = engine.sample_first([FirstSample(0, params, ids, 40, given)])
+        tokens = np.append(ids, np.asarray(out.ids)[:1])
+        slot = len(firsts)
+        engine.start_slots([SlotStart(slot, tokens, 40, pages[slot], params)])
+        firsts.append((int(out.ids[0]), float(out.logprobs[0])))
+    drawn = []
+    slots, nowhere = np.arange(3, dtype=np.int32), np.full(3, -1, np.int32)
+    for _ in range(7):
+        engine.set_masks(slots[:1], mask)
+        out = engine.step(slots, nowhere, nowhere, nowhere).out
+        drawn.append(list(zip(out.ids.tolist(), out.logprobs.tolist(), strict=True)))
+    assert firsts[0] == firsts[1]
+    assert all(one == other for one, other, _ in drawn)
+    ids_drawn = {firsts[1][0]} | {of_named[0] for _, of_named, _ in drawn}
+    assert len(ids_drawn) > 1
+    assert ids_drawn <= {7, 40, 900, 2047}
+    assert not {firsts[2][0]} | {of_free[0] for *_, of_free in drawn} <= {7, 40, 900, 2047}
+
+
 def test_each_slot_draws_what_its_own_mask_leaves() -> None:
     """Two ranks, whose slots are numbered consecutively; more slots than one call takes."""
     page_size, context = 16, 128

@@ -37,6 +37,7 @@ class Request:
     min_tokens: int = 0
     num_top_logprobs: int = -1
     grammar: str = ""
+    allowed: bytes = b""
     mask: tuple[int, ...] = ()  # ids that the grammar allows
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
@@ -411,6 +412,7 @@ KINDS = (
     (Asks.ANYTHING, Request(logit_bias=((3, 1.0),))),
     (Asks.ANYTHING, Request(min_tokens=2, stop_token_ids=(3,))),
     (Asks.ANYTHING, Request(grammar="any", mask=(3,))),
+    (Asks.ANYTHING, Request(allowed=b"\x08")),
 )
 
 

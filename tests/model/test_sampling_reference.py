@@ -1,6 +1,6 @@
 """All features of a draw together, noise included, against a reference written in numpy alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -37,12 +37,13 @@ class Row:
     min_tokens: int
     num_top_logprobs: int
     grammar: str
+    allowed: bytes
     mask: tuple[int, ...]
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
 
-PLAIN = Row(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, (), 0, (), 0, -1, "", (), (1,), ())
+PLAIN = Row(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, (), 0, (), 0, -1, "", b"", (), (1,), ())
 
 
 # --- the reference ----------------------------------------------------------------------------
@@ -175,6 +176,7 @@ def draw_row(rng, logits):
         min_tokens=0 if is_masked else maybe(0, 1, 5, 99),
         num_top_logprobs=maybe(-1, 0, 1, NUM_TOP),
         grammar="form" if is_masked else "",
+        allowed=b"",
         mask=mask,
         prompt=ids(CONTEXT // 2, least=1),
         output=ids(CONTEXT // 2),
@@ -226,3 +228,16 @@ def test_a_draw_with_any_features_is_the_reference_one_in_every_program(batch):
         for at in np.flatnonzero(fits):
             check_id(int(out.ids[at]), logits[at], rows[at])
             check_logprobs(out, at, logits[at], rows[at])
+
+
+@pytest.mark.parametrize("length", range(12))
+def test_the_ids_that_a_request_names_make_a_mask_however_many_bytes_have_them(length):
+    assert sampling.allowed_mask(PLAIN, 2) is None
+    given = np.full(length, 0x81, np.uint8)
+    mask = sampling.allowed_mask(replace(PLAIN, allowed=given.tobytes()), 2)
+    if mask is None:
+        assert not length
+        return
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    want = [8 * byte + bit for byte in range(min(length, 8)) for bit in (0, 7)]
+    assert np.flatnonzero(bits).tolist() == want

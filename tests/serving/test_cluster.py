@@ -245,6 +245,39 @@ async def test_no_property_is_added_to_those_that_a_schema_lists(cluster: Cluste
     cluster.settled()
 
 
+async def test_answers_have_no_tokens_but_those_that_were_allowed(cluster: Cluster) -> None:
+    allowed = [*range(300, 330), 1200]
+    ask: dict[str, Any] = {"model": cluster.model, "max_tokens": 12, "n": 2, "seed": 3}
+    only = {"allowed_token_ids": allowed, "return_token_ids": True, "min_tokens": 12}
+    text = "The ferry"
+    chat: Any = [{"role": "user", "content": "When does the ferry leave?"}]
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        texts, chats = client.completions, client.chat.completions
+        whole = await texts.create(**ask, prompt=text, logprobs=2, extra_body=only)
+        said = await chats.create(**ask, messages=chat, logprobs=True, extra_body=only)
+        stream = await texts.create(**ask, prompt=text, stream=True, extra_body=only)
+        pieces: list[list[int]] = [[], []]
+        async for event in stream:
+            for piece in event.choices:
+                pieces[piece.index] += (piece.model_extra or {})["token_ids"]
+        again = await texts.create(**ask, prompt=text, extra_body={"return_token_ids": True})
+    found = [(choice.model_extra or {})["token_ids"] for choice in (*whole.choices, *said.choices)]
+    assert all(len(ids) == 12 and {*ids} <= {*allowed} for ids in found)
+    assert len({*found[0], *found[1]}) > 3
+    assert pieces == found[:2]
+    free = [(choice.model_extra or {})["token_ids"] for choice in again.choices]
+    assert not any({*ids} <= {*allowed} for ids in free)
+    # Logprobs are those of the network, so the likeliest tokens are seldom allowed.
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    best = [max(top.values()) for top in logprobs.top_logprobs]
+    assert any(own < top for own, top in zip(logprobs.token_logprobs, best, strict=True))
+    for worker in cluster.settled():
+        assert worker["compiles_after_ready"] == 0
+
+
 async def test_responses_are_the_chats_that_they_ask_for(cluster: Cluster) -> None:
     question = "Tell me about the ferry."
     ask: dict[str, Any] = {"model": cluster.model, "temperature": 0}

@@ -392,9 +392,9 @@ async def test_an_aborted_answer_is_cancelled() -> None:
         ({"n": 2}, "n", "n: this server does not support it"),
         ({"include": ["thoughts"]}, "include", "include.thoughts: this server does not support it"),
         (
-            {"allowed_token_ids": [5]},
-            "allowed_token_ids",
-            "allowed_token_ids: this server does not",
+            {"logits_processors": [5]},
+            "logits_processors",
+            "logits_processors: this server does not",
         ),
         ({"max_tokens": 3}, "max_tokens", "max_tokens: is called max_output_tokens here"),
         ({"logprobs": True}, "logprobs", "logprobs: is called include: message.output_text.log"),
