@@ -343,7 +343,8 @@ class ParsedChatShape(ChatShape):
         content = echoed + told.content
         message: dict[str, Any] = {"content": content or (None if calls else "")}
         if self._parsing.reasoning != "none":
-            message[self._parsing.reasoning_field] = told.reasoning or None
+            shown = told.reasoning if self._parsing.shows_reasoning else None
+            message[self._parsing.reasoning_field] = shown or None
         if calls:
             message["tool_calls"] = calls
         return message
@@ -363,8 +364,9 @@ class ParsedChatShape(ChatShape):
         calls = self._calls(parsed, told)
         delta: dict[str, Any] = {}
         if told.reasoning:
-            delta[self._parsing.reasoning_field] = told.reasoning
             parsed.thoughts.add(told.reasoning)
+            if self._parsing.shows_reasoning:
+                delta[self._parsing.reasoning_field] = told.reasoning
         if told.content:
             delta["content"] = told.content
         if calls:

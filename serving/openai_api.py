@@ -346,6 +346,8 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
         raise not_served("stream_reasoning")
     if config.reasoning_parser == "gpt-oss" and fields.separate_reasoning is False:
         raise not_served("separate_reasoning")  # without its parser an answer is hardly legible
+    if fields.include_reasoning is False and fields.separate_reasoning is False:
+        raise bad_field("include_reasoning", "cannot be false where separate_reasoning is")
     must_call = must_be_calls(fields.tool_choice)
     if must_call and config.tool_call_parser == "none":
         raise bad_field("tool_choice", "required tool calls need a server with --tool-call-parser")
@@ -363,6 +365,7 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
         sealed=config.reasoning_parser == "gpt-oss"
         and all(token_id in model.tokenizer.special_ids for token_id in token_ids),
         reasoning_field=config.reasoning_field,
+        shows_reasoning=fields.include_reasoning is not False,
     )
 
 

@@ -104,13 +104,13 @@ class ConversationFields(OpenAIFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     top_logprobs: int | None = None
     # Served only with a value that changes nothing: see check_conversation.
     function_call: Any = None
     modalities: list[str] | None = None
     web_search_options: Any = None
     verbosity: Any = None
-    include_reasoning: Any = None
     functions: NotServed[Any] = None
     audio: NotServed[Any] = None
     prediction: NotServed[Any] = None
@@ -141,7 +141,7 @@ _OF_CHATS_ALONE = (
     "return_tokens_as_token_ids",
     "truncate_prompt_tokens",
 )
-_CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
+_CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium"}
 
 _completions = msgspec.json.Decoder(CompletionFields)
 _chats = msgspec.json.Decoder(ChatFields)
@@ -166,7 +166,7 @@ def check_as_chat(fields: ConversationFields, own_names: Mapping[str, str]) -> N
     """
     check_conversation(fields)
     refuse(fields, _OF_CHATS_ALONE)
-    refuse_unless(fields, {"add_generation_prompt": True, "n": 1})
+    refuse_unless(fields, {"add_generation_prompt": True, "include_reasoning": True, "n": 1})
     for name, own_name in own_names.items():
         if getattr(fields, name) is not None:
             raise bad_field(name, f"is called {own_name} here", "unsupported_parameter")

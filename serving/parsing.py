@@ -75,6 +75,7 @@ class Parsing:
     begun: str = ""  # the beginning of the answer, if the prompt already has it
     sealed: bool = False  # only markers with a TOKEN_SEAL count
     reasoning_field: str = "reasoning_content"  # where a chat shows reasoning
+    shows_reasoning: bool = True  # in a chat
 
     def __bool__(self) -> bool:
         return self.reasoning != "none" or bool(self.tools)

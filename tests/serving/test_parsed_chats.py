@@ -253,6 +253,31 @@ async def test_reasoning_stays_in_the_text_where_a_client_asks_for_it() -> None:
             assert answer.usage.completion_tokens_details is None
 
 
+@pytest.mark.parametrize("text", [ANSWER, "<think>\nThey want é."])
+async def test_reasoning_is_counted_and_left_out_where_a_client_asks_for_it(text: str) -> None:
+    more: dict[str, Any] = {"tools": TOOLS, "extra_body": {"include_reasoning": False}}
+    async with client_of(text, **PARSERS) as chats:
+        thought, *shown = await streamed(chats, tools=TOOLS)
+        assert thought
+        assert await streamed(chats, **more) == ("", *shown)
+        whole = [
+            await chats.create(model=MODEL_NAME, messages=HELLO, **asked)
+            for asked in ({"tools": TOOLS}, more)
+        ]
+    told, hidden = (answer.choices[0].message for answer in whole)
+    assert (told.reasoning_content, hidden.reasoning_content) == (thought, None)
+    assert (told.content, bool(told.tool_calls)) == (hidden.content, bool(hidden.tool_calls))
+    counts = [answer.usage.completion_tokens_details.reasoning_tokens for answer in whole]
+    assert counts[0] == counts[1] > 0
+
+
+async def test_reasoning_cannot_be_left_out_of_a_text_that_has_it() -> None:
+    both = {"include_reasoning": False, "separate_reasoning": False}
+    async with client_of(ANSWER, **PARSERS) as chats:
+        with pytest.raises(openai.BadRequestError, match="include_reasoning: cannot be false"):
+            await chats.create(model=MODEL_NAME, messages=HELLO, extra_body=both)
+
+
 async def grammar_asked_of_workers(path: str, asked: dict[str, Any], **config: Any) -> str:
     """The grammar with which a request of this body is submitted."""
     async with live_server(auto_step=False, **config) as live:

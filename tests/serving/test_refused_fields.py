@@ -47,7 +47,6 @@ OPENAI: list[tuple[str, Any, list[Any]]] = [
 CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("verbosity", "low", ["medium"]),
     ("verbosity", "high", []),
-    ("include_reasoning", False, [True]),
     ("moderation", {"model": "omni-moderation-latest"}, []),
     ("task", "title", []),
     ("web_search_options", {}, []),
@@ -67,6 +66,7 @@ CHAT: list[tuple[str, Any, list[Any]]] = [
 ]
 RESPONSES: list[tuple[str, Any, list[Any]]] = [
     ("add_generation_prompt", False, [True]),
+    ("include_reasoning", False, [True]),
     ("continue_final_message", True, [False]),
     ("conversation", "conv_1", []),
     ("previous_input_messages", [{"role": "user"}], [[]]),
