@@ -21,6 +21,15 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None  # not served
 
 
+class ChatReasoning(msgspec.Struct):
+    """`reasoning` of a chat, as OpenRouter's clients send it."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: int | None = None  # not served
+
+
 class OpenAIFields(SamplingFields, kw_only=True):
     """The fields that chats and completions share."""
 
@@ -128,7 +137,7 @@ class ChatFields(ConversationFields, kw_only=True):
     reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    reasoning: NotServed[Any] = None
+    reasoning: ChatReasoning | None = None
     return_input_ids_in_sglext: NotServed[Any] = None
     return_output_ids_in_sglext: NotServed[Any] = None
 
@@ -185,11 +194,30 @@ def read_chat(body: bytes) -> ChatFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_chats, body)
     check_conversation(fields)
+    if fields.reasoning is not None:
+        _take_reasoning(fields, fields.reasoning)
     if fields.messages is None:
         raise missing_field("messages")
     if fields.top_logprobs and not fields.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     return fields
+
+
+def _take_reasoning(fields: ChatFields, asked: ChatReasoning) -> None:
+    """Set what chats have for each thing that is asked. Raises ApiError for what none has."""
+    if asked.max_tokens is not None:
+        raise not_served("reasoning.max_tokens")
+    for name, value in (
+        ("reasoning_effort", asked.effort),
+        ("include_reasoning", None if asked.exclude is None else not asked.exclude),
+    ):
+        if value is not None and getattr(fields, name) not in (None, value):
+            raise bad_field("reasoning", f"says something else than {name}")
+        if value is not None:
+            setattr(fields, name, value)
+    if asked.enabled is not None and asked.effort is None:
+        switches = {"enable_thinking": asked.enabled, "thinking": asked.enabled}
+        fields.chat_template_kwargs = switches | (fields.chat_template_kwargs or {})
 
 
 def _check_shared(fields: OpenAIFields) -> None:

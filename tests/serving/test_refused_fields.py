@@ -60,7 +60,7 @@ CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("return_meta_info", True, [False]),
 ]
 CHAT: list[tuple[str, Any, list[Any]]] = [
-    ("reasoning", {"effort": "high"}, [{}]),
+    ("reasoning", {"max_tokens": 100}, [{}]),
     ("return_input_ids_in_sglext", True, [False]),
     ("return_output_ids_in_sglext", True, [False]),
 ]
