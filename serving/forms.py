@@ -11,6 +11,7 @@ import msgspec
 
 from serving.errors import not_served, quoted
 from serving.grammar import (
+    SPACE,
     Form,
     grammar_rules,
     json_rules,
@@ -23,11 +24,6 @@ from serving.tokenizer import Tokenizer
 
 JSON_FORMATS: Final = ("json_object", "json_schema")  # types of a response_format
 _MAX_CHOICES = 1024
-_REFUSED_OPTIONS = (
-    "whitespace_pattern",
-    "disable_any_whitespace",
-    "disable_additional_properties",
-)
 
 
 class JsonSchemaFormat(msgspec.Struct):
@@ -65,10 +61,10 @@ class StructuredOutputs(msgspec.Struct):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
-    # Not served.
+    # Of JSON alone.
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
+    disable_additional_properties: bool | None = None  # not served
 
 
 class FormFields(Protocol):
@@ -170,26 +166,31 @@ def _json_format(name: str, asked: ResponseFormat) -> Form:
 
 
 def _structured_outputs(name: str, asked: StructuredOutputs, tokenizer: Tokenizer) -> Form | None:
-    for option in _REFUSED_OPTIONS:
-        if getattr(asked, option) not in (None, False):
-            raise not_served(f"{name}.{option}")
+    if asked.disable_additional_properties:
+        raise not_served(f"{name}.disable_additional_properties")
+    if asked.disable_any_whitespace and asked.whitespace_pattern:
+        raise wrong(f"{name}.whitespace_pattern", "cannot go with disable_any_whitespace")
+    space = "" if asked.disable_any_whitespace else asked.whitespace_pattern or SPACE
+    schemas = {"json": asked.json, "json_object": {"type": "object"} if asked.json_object else None}
     forms = [
+        Form(f"{name}.{option}", json_rules(f"{name}.{option}", schema, space=space))
+        for option, schema in schemas.items()
+        if schema is not None
+    ]
+    if space != SPACE and not forms:
+        option = "whitespace_pattern" if space else "disable_any_whitespace"
+        raise wrong(f"{name}.{option}", "is only for json and json_object beside it")
+    forms += [
         read(f"{name}.{option}", value, tokenizer)
         for option, read in _OPTIONS.items()
-        if (value := getattr(asked, option)) not in (None, False)
+        if (value := getattr(asked, option)) is not None
     ]
     if len(forms) > 1:
         raise wrong(forms[1].name, f"cannot go with {forms[0].name}")
     return forms[0] if forms else None
 
 
-def _json_object(name: str, _: bool, tokenizer: Tokenizer) -> Form:
-    return _schema(name, {"type": "object"}, tokenizer)
-
-
 _OPTIONS: Final[Mapping[str, Callable[[str, Any, Tokenizer], Form]]] = {
-    "json": _schema,
-    "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,

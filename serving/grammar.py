@@ -20,7 +20,7 @@ from transfer.errors import Code, RequestError
 from transfer.wire import MAX_GRAMMAR_BYTES
 
 # Between two tokens of JSON; a model that may write space without limit sometimes never ends it.
-_SPACE: Final = r" |\r?\n[ \t]{0,32}"
+SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_GBNF_CHARACTERS = 16 << 10  # read in Python, at some 3 us each
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # Where only one text can come next, llguidance writes it ahead, at once. It has no bound: after
@@ -116,10 +116,13 @@ def wrong(name: str, message: str) -> ApiError:
     return ApiError(400, f"{name}: {message}", param, "invalid_value")
 
 
-def schema_rules(name: str, schema: str | dict[str, Any], lenient: bool = False) -> dict[str, Any]:
+def schema_rules(
+    name: str, schema: str | dict[str, Any], lenient: bool = False, space: str = SPACE
+) -> dict[str, Any]:
     """The rules of a JSON schema. name: the path of the field that has it.
 
     lenient: leave out what llguidance does not support, as far as it only narrows the schema.
+    space: a regular expression of what may stand between two tokens of JSON.
     Raises ApiError for a schema that is too long, ValueError for what is not a JSON object.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -131,15 +134,17 @@ def schema_rules(name: str, schema: str | dict[str, Any], lenient: bool = False)
             lenient = options.get("lenient", lenient) is True
         prepare(document, lenient)
     text = llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(document), defaults={"whitespace_pattern": _SPACE, "lenient": lenient}
+        json.dumps(document), defaults={"whitespace_pattern": space, "lenient": lenient}
     )
     return {"json_schema": json.loads(text)["grammars"][0]["json_schema"]}
 
 
-def json_rules(name: str, schema: str | dict[str, Any], lenient: bool = False) -> dict[str, Any]:
+def json_rules(
+    name: str, schema: str | dict[str, Any], lenient: bool = False, space: str = SPACE
+) -> dict[str, Any]:
     """What schema_rules gives. Raises ApiError for all that is wrong."""
     try:
-        return schema_rules(name, schema, lenient)
+        return schema_rules(name, schema, lenient, space)
     except (ValueError, RecursionError) as error:
         raise wrong(name, f"expected a JSON schema: {error}") from error
 

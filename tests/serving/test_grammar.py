@@ -233,6 +233,7 @@ async def test_options_of_a_schema_are_those_of_its_grammar(texts: Texts) -> Non
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "cannot go with"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "unclosed group"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_choice": ["a"] * 2000}, "guided_choice"),

@@ -128,8 +128,6 @@ async def test_an_extra_key_separates_cached_prefixes_as_a_salt_does(read: Read)
 async def test_an_option_of_a_field_is_refused_by_both_names(read: Read) -> None:
     whole = {"structured_outputs": {"regex": "a"}, "stream_options": {}}
     for field, option, value in (
-        ("structured_outputs", "whitespace_pattern", " ?"),
-        ("structured_outputs", "disable_any_whitespace", True),
         ("structured_outputs", "disable_additional_properties", True),
         ("stream_options", "include_obfuscation", True),
     ):

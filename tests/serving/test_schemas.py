@@ -5,12 +5,17 @@ import json
 from typing import Any
 
 import llguidance
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from serving.errors import ApiError
+from serving.forms import StructuredOutputs, form_of
 from serving.grammar import schema_rules
+from serving.protocol import SamplingFields
 from serving.schemas import FORMATS, prepare
+from tests.serving.live import EOS
 from tests.serving.texts import Texts
 
 TEXT = {"type": "string"}
@@ -327,3 +332,51 @@ def test_what_a_prepared_schema_takes_is_taken_by_the_original(
         ready = json.dumps({"grammars": [schema_rules("x", schema, lenient)]})
         ids = texts.drawn_ids(ready, seed, most=60)  # it can be followed
         assert texts.matcher(original).validate_tokens(ids) == len(ids)
+
+
+# --- space ----------------------------------------------------------------------------------------
+
+
+class Asking(SamplingFields):
+    structured_outputs: StructuredOutputs | None = None
+
+
+def rules_of(texts: Texts, **options: Any) -> str:
+    """The grammar of structured_outputs with these options."""
+    asked = Asking(structured_outputs=msgspec.convert(options, StructuredOutputs))
+    form = form_of(asked, None, [EOS], texts.tokenizer)
+    assert form is not None
+    return json.dumps({"grammars": [form.rules]})
+
+
+@pytest.mark.parametrize(
+    "what", [{"json": PORT}, {"json": json.dumps(PORT)}, {"json_object": True}]
+)
+@pytest.mark.parametrize(
+    ("option", "taken"),
+    [
+        ({}, [True, True, True, False]),
+        ({"disable_any_whitespace": False, "whitespace_pattern": ""}, [True, True, True, False]),
+        ({"disable_any_whitespace": True}, [True, False, False, False]),
+        ({"whitespace_pattern": " ?"}, [True, True, False, False]),
+        ({"whitespace_pattern": r"[\n ]*"}, [True, True, True, True]),
+    ],
+)
+def test_a_request_may_say_which_space_stands_between_tokens_of_json(
+    texts: Texts, what: dict[str, Any], option: dict[str, Any], taken: list[bool]
+) -> None:
+    grammar = rules_of(texts, **what, **option)
+    spaces = ["", " ", "\n  ", "\n\n\n"]
+    found = [texts.takes(grammar, f'{{"port":{space}"north quay"{space}}}') for space in spaces]
+    assert found == taken
+
+
+def test_space_that_is_said_twice_or_of_no_json_is_refused(texts: Texts) -> None:
+    for options, name in (
+        ({"json": PORT, "whitespace_pattern": " ", "disable_any_whitespace": True}, "whitespace_p"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: is only for json"),
+        ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace: is only for"),
+    ):
+        with pytest.raises(ApiError, match=f"structured_outputs.{name}") as caught:
+            rules_of(texts, **options)
+        assert (caught.value.status, caught.value.param) == (400, "structured_outputs")
