@@ -243,8 +243,10 @@ class Shape(ABC):
         return None
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """What was asked of the prompt: its ids, its logprobs."""
+        """What was asked of the prompt: its text, its ids, its logprobs."""
         fields: dict[str, Any] = {}
+        if rendered := choice.ask.prompt.rendered:
+            fields["prompt_text"] = rendered
         if choice.ask.shown.token_ids:
             fields["prompt_token_ids"] = choice.ask.prompt.ids
         if (prompt_logprobs := self._logprobs.prompt(choice)) is not None:

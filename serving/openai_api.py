@@ -320,7 +320,8 @@ class ChatReader(_Reader[ChatFields]):
         if fields.separate_reasoning is False:  # only the grammar had to know of thoughts
             self.parsing = replace(self.parsing, reasoning="none")
         most = self._fit(len(ids), self._max_tokens, None)
-        return self._request(request_id, [Prompt(ids, shown_text)], [most], grammar)
+        prompt = Prompt(ids, shown_text, text if fields.return_prompt_text else "")
+        return self._request(request_id, [prompt], [most], grammar)
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""

@@ -43,6 +43,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    return_prompt_text: bool | None = None  # of chats alone
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     rid: str | None = None
@@ -69,7 +70,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
     lora_path: NotServed[Any] = None
     custom_logit_processor: NotServed[Any] = None
     return_hidden_states: NotServed[bool] = None
-    return_prompt_text: NotServed[Any] = None
     return_prompt_token_ids: NotServed[Any] = None
     return_routed_experts: NotServed[Any] = None
     return_cached_tokens_details: NotServed[Any] = None
@@ -146,6 +146,7 @@ _OF_CHATS_ALONE = (
     "continue_final_message",
     "echo",
     "prompt_logprobs",
+    "return_prompt_text",
     "return_token_ids",
     "return_tokens_as_token_ids",
     "truncate_prompt_tokens",
@@ -185,6 +186,7 @@ def read_completion(body: bytes) -> CompletionFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_completions, body)
     _check_shared(fields)
+    refuse(fields, ("return_prompt_text",))
     if isinstance(fields.logprobs, bool):  # as in chats
         fields.logprobs = 1 if fields.logprobs else None
     return fields

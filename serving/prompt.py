@@ -10,10 +10,14 @@ from transfer import wire
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: what `echo` shows; "" when nothing shows it. ids and text never change."""
+    """text: what `echo` shows; rendered: the text of a chat. "" when nothing shows them.
+
+    ids and texts never change.
+    """
 
     ids: Sequence[int]
     text: str = ""
+    rendered: str = ""
     _chains: dict[tuple[int, str], list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

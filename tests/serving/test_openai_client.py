@@ -305,6 +305,32 @@ async def test_token_ids_and_prompt_logprobs_come_when_asked(api: Api) -> None:
     assert len(first["prompt_token_ids"]) == len(first["prompt_logprobs"])
 
 
+async def test_a_chat_shows_the_text_that_its_template_made_when_asked(api: Api) -> None:
+    ask: dict[str, Any] = {"model": api.model, "messages": HELLO, "max_tokens": 2, "n": 2}
+    extra = {"return_prompt_text": True, "return_token_ids": True}
+    answer = (await api.client.chat.completions.create(**ask, extra_body=extra)).model_dump()
+    text = answer["prompt_text"]
+    assert "Hello!" in text
+    assert len(text) > len("Hello!")
+    assert len(answer["choices"]) == 2
+    stream = await api.client.chat.completions.create(**ask, stream=True, extra_body=extra)
+    found: list[list[Any]] = [[], []]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            found[choice.index].append((chunk.model_extra or {}).get("prompt_text"))
+    for texts in found:
+        assert texts == [text, *[None] * (len(texts) - 1)]
+        assert len(texts) > 1
+    plain = await api.client.chat.completions.create(**ask)
+    assert "prompt_text" not in plain.model_dump()
+    # It is the text of which the prompt's tokens are made.
+    ask |= {"n": 1, "extra_body": {"return_token_ids": True, "add_special_tokens": False}}
+    chat = (await api.client.chat.completions.create(**ask)).model_dump()
+    del ask["messages"]
+    same = (await api.client.completions.create(**ask, prompt=text)).model_dump()
+    assert same["choices"][0]["prompt_token_ids"] == chat["prompt_token_ids"]
+
+
 async def test_an_echo_with_more_logprobs_adds_none_to_those_of_the_prompt(api: Api) -> None:
     extra = {"prompt_logprobs": 1}
     answer = await api.client.completions.create(

@@ -30,7 +30,6 @@ OPENAI: list[tuple[str, Any, list[Any]]] = [
     ("repetition_detection", {"max_pattern_size": 3}, []),
     ("spaces_between_special_tokens", False, [True]),
     ("guided_whitespace_pattern", " ?", []),
-    ("return_prompt_text", True, [False]),
     ("return_prompt_token_ids", True, [False]),
     ("return_routed_experts", True, [False]),
     ("return_cached_tokens_details", True, [False]),
@@ -88,6 +87,7 @@ GENERATE: list[tuple[str, Any, list[Any]]] = [
     ("return_prompt_token_ids", True, [False]),
 ]
 BY_ROUTE = [
+    *((read, "return_prompt_text", True, [False]) for read in (completion, responses)),
     *((read, *case) for read in (completion, chat, responses) for case in OPENAI),
     *((read, *case) for read in (chat, responses) for case in CONVERSATION),
     *((chat, *case) for case in CHAT),
