@@ -15,6 +15,7 @@ from serving.choice import Choice, Entry, Piece
 from serving.errors import ApiError, error_event
 from serving.json_bytes import dumps
 from serving.marked_text import MarkedText, Told
+from serving.meta_info import meta_of, token_logprobs, top_logprobs
 from serving.parsing import Parsing
 from serving.protocol import Request
 from serving.stream import Frame
@@ -85,6 +86,15 @@ class LogprobShapes:
             "text_offset": offsets,
         }
         return shape, offset
+
+    def meta_info(self, choice: Choice, entries: Sequence[Entry]) -> dict[str, Any]:
+        """What /generate tells of a choice, but for how long it took."""
+        meta, shown = meta_of(choice), choice.ask.shown
+        if shown.num_logprobs >= 0:
+            meta["output_token_logprobs"] = token_logprobs(entries, self._tokenizer.token_text)
+        if shown.num_logprobs > 0:
+            meta["output_top_logprobs"] = top_logprobs(entries, self._tokenizer.token_text)
+        return meta
 
     def prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
         """For each position a map from token id to logprob, rank and text; None when not asked."""
@@ -273,6 +283,10 @@ class ChatShape(Shape):
         }
         if shown.token_ids:
             item["token_ids"] = piece.ids
+        if shown.prompt_ids:
+            item["prompt_token_ids"] = choice.ask.prompt.ids
+        if shown.meta_info:
+            item["meta_info"] = self._logprobs.meta_info(choice, piece.entries)
         return item
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:

@@ -406,5 +406,7 @@ def _shown(fields: OpenAIFields, num_logprobs: int, drop_output: bool) -> Shown:
         echo=bool(fields.echo),
         drop_output=drop_output,
         token_ids=bool(fields.return_token_ids),
+        prompt_ids=bool(fields.return_prompt_token_ids),
+        meta_info=isinstance(fields, ChatFields) and bool(fields.return_meta_info),
         tokens_as_ids=bool(fields.return_tokens_as_token_ids),
     )

@@ -43,7 +43,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
-    return_prompt_text: bool | None = None  # of chats alone
+    return_prompt_text: bool | None = None  # of chats alone, as is the next
+    return_prompt_token_ids: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     rid: str | None = None
@@ -70,7 +71,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
     lora_path: NotServed[Any] = None
     custom_logit_processor: NotServed[Any] = None
     return_hidden_states: NotServed[bool] = None
-    return_prompt_token_ids: NotServed[Any] = None
     return_routed_experts: NotServed[Any] = None
     return_cached_tokens_details: NotServed[Any] = None
     return_flat_raw_output_top_logprobs: NotServed[Any] = None
@@ -114,6 +114,7 @@ class ConversationFields(OpenAIFields, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
+    return_meta_info: bool | None = None
     top_logprobs: int | None = None
     # Served only with a value that changes nothing: see check_conversation.
     function_call: Any = None
@@ -127,7 +128,6 @@ class ConversationFields(OpenAIFields, kw_only=True):
     moderation: NotServed[Any] = None
     task: NotServed[Any] = None
     input_ids: NotServed[Any] = None
-    return_meta_info: NotServed[Any] = None
 
 
 class ChatFields(ConversationFields, kw_only=True):
@@ -146,7 +146,9 @@ _OF_CHATS_ALONE = (
     "continue_final_message",
     "echo",
     "prompt_logprobs",
+    "return_meta_info",
     "return_prompt_text",
+    "return_prompt_token_ids",
     "return_token_ids",
     "return_tokens_as_token_ids",
     "truncate_prompt_tokens",
@@ -186,7 +188,7 @@ def read_completion(body: bytes) -> CompletionFields:
     """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_completions, body)
     _check_shared(fields)
-    refuse(fields, ("return_prompt_text",))
+    refuse(fields, ("return_prompt_text", "return_prompt_token_ids"))
     if isinstance(fields.logprobs, bool):  # as in chats
         fields.logprobs = 1 if fields.logprobs else None
     return fields
@@ -200,6 +202,8 @@ def read_chat(body: bytes) -> ChatFields:
         _take_reasoning(fields, fields.reasoning)
     if fields.messages is None:
         raise missing_field("messages")
+    if fields.stream:  # there are no such events in SGLang
+        refuse(fields, ("return_meta_info", "return_prompt_token_ids"))
     if fields.top_logprobs and not fields.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     return fields

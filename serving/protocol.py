@@ -61,6 +61,8 @@ class Shown:
     echo: bool = False
     drop_output: bool = False  # max_tokens 0: one token is generated, but not shown
     token_ids: bool = False
+    prompt_ids: bool = False  # in each choice
+    meta_info: bool = False
     tokens_as_ids: bool = False  # "token_id:7" in logprobs, in place of its text
     text_in_logprobs: bool = True
 

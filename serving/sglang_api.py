@@ -17,6 +17,7 @@ from serving.forms import form_of
 from serving.grammar import grammar_text
 from serving.json_bytes import dumps
 from serving.json_fields import NotServed, read_json, refuse, refuse_unless
+from serving.meta_info import meta_of, token_logprobs, top_logprobs
 from serving.openai_answers import DONE, event
 from serving.prompt import Prompt
 from serving.protocol import (
@@ -292,15 +293,9 @@ class _Logprobs:
         """Add new entries."""
         if not entries:
             return
-        text_of = self._text_of
-        tokens = [[e.logprob, e.token_id, text_of(e.token_id)] for e in entries]
-        tops = [
-            [[value, token_id, text_of(token_id)] for token_id, value in e.top] or None
-            for e in entries
-        ]
         self._count += len(entries)
-        self._tokens.append(dumps(tokens)[1:-1])
-        self._tops.append(dumps(tops)[1:-1])
+        self._tokens.append(dumps(token_logprobs(entries, self._text_of))[1:-1])
+        self._tops.append(dumps(top_logprobs(entries, self._text_of))[1:-1])
 
     def take_once(self, entries: Sequence[Entry]) -> None:
         """Add those entries of a growing list that were not added before."""
@@ -395,14 +390,8 @@ class GenerateAnswer:
 
     def _meta_info(self, choice: Choice, so_far: _SoFar) -> dict[str, Any]:
         shown = choice.ask.shown
-        meta: dict[str, Any] = {
-            "id": choice.ask.request_id,
-            "finish_reason": _finish_reason(choice),
-            "prompt_tokens": len(choice.ask.prompt.ids),
-            "completion_tokens": choice.num_tokens,
-            "cached_tokens": choice.cached_tokens,
-            "e2e_latency": self._clock.monotonic_s() - self._arrival_s,
-        }
+        meta = meta_of(choice)
+        meta["e2e_latency"] = self._clock.monotonic_s() - self._arrival_s
         if shown.num_logprobs >= 0:
             told = {"output": so_far.output}
             # Long ones come only with the last event: megabytes with every token would keep all
@@ -415,17 +404,3 @@ class GenerateAnswer:
                 if shown.num_logprobs > 0:
                     meta[f"{name}_top_logprobs"] = entries.tops
         return meta
-
-
-def _finish_reason(choice: Choice) -> dict[str, Any] | None:
-    reason = choice.finish_reason
-    if reason is None:
-        return None
-    if reason == "stop":
-        matched = choice.last_id if choice.matched is None else choice.matched
-        return {"type": "stop", "matched": matched}
-    if reason == "length":
-        shown = choice.ask.shown
-        length = 0 if shown.drop_output else choice.ask.sampling.max_new_tokens
-        return {"type": "length", "length": length}
-    return {"type": "abort", "message": "aborted"}

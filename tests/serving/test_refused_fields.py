@@ -30,7 +30,6 @@ OPENAI: list[tuple[str, Any, list[Any]]] = [
     ("repetition_detection", {"max_pattern_size": 3}, []),
     ("spaces_between_special_tokens", False, [True]),
     ("guided_whitespace_pattern", " ?", []),
-    ("return_prompt_token_ids", True, [False]),
     ("return_routed_experts", True, [False]),
     ("return_cached_tokens_details", True, [False]),
     ("return_flat_raw_output_top_logprobs", True, [False]),
@@ -56,7 +55,6 @@ CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("prediction", {"type": "content"}, []),
     ("chat_template", "{{ messages }}", [""]),
     ("input_ids", [1, 2], []),
-    ("return_meta_info", True, [False]),
 ]
 CHAT: list[tuple[str, Any, list[Any]]] = [
     ("reasoning", {"max_tokens": 100}, [{}]),
@@ -66,6 +64,7 @@ CHAT: list[tuple[str, Any, list[Any]]] = [
 RESPONSES: list[tuple[str, Any, list[Any]]] = [
     ("add_generation_prompt", False, [True]),
     ("include_reasoning", False, [True]),
+    ("return_meta_info", True, [False]),
     ("continue_final_message", True, [False]),
     ("conversation", "conv_1", []),
     ("previous_input_messages", [{"role": "user"}], [[]]),
@@ -88,6 +87,7 @@ GENERATE: list[tuple[str, Any, list[Any]]] = [
 ]
 BY_ROUTE = [
     *((read, "return_prompt_text", True, [False]) for read in (completion, responses)),
+    *((read, "return_prompt_token_ids", True, [False]) for read in (completion, responses)),
     *((read, *case) for read in (completion, chat, responses) for case in OPENAI),
     *((read, *case) for read in (chat, responses) for case in CONVERSATION),
     *((chat, *case) for case in CHAT),
