@@ -55,7 +55,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
-from serving.ranges import few, id_prompts, in_range
+from serving.ranges import check_token_ids, few, id_prompts, in_range
 from serving.stream import Spelling
 from transfer import wire
 from transfer.clock import Clock
@@ -255,6 +255,11 @@ class ChatReader(_Reader[ChatFields]):
         if self._max_tokens is not None:
             in_range(self._max_name, self._max_tokens, 1, None)
         self._set_most(self._max_tokens or 1)
+        ids = fields.input_ids or []
+        self._ids = ids if self._most is None else ids[-self._most :]
+        if self._ids:
+            check_size("input_ids", self._ids, model)
+            check_token_ids("input_ids", self._ids, model.vocab_size)
         num_logprobs = check_logprobs("top_logprobs", fields.top_logprobs or 0)
         if not fields.logprobs:
             num_logprobs = -1
@@ -303,11 +308,7 @@ class ChatReader(_Reader[ChatFields]):
         request_id: from a header.
         """
         fields, model = self._fields, self._model
-        text = await render_prompt(model, self._messages, fields)
-        add_special = fields.add_special_tokens is True
-        ids = await model.encode_prompt("messages", text, add_special, most=self._most)
-        if not ids:
-            raise bad_field("messages", "the chat template makes an empty prompt of them")
+        text, ids = await self._prompt()
         last = self._messages[-1]
         echoes = fields.echo and last["role"] == "assistant"
         shown_text = text_of(last["content"]) if echoes else ""
@@ -323,6 +324,18 @@ class ChatReader(_Reader[ChatFields]):
         prompt = Prompt(ids, shown_text, text if fields.return_prompt_text else "")
         return self._request(request_id, [prompt], [most], grammar)
 
+    async def _prompt(self) -> tuple[str, list[int]]:
+        """The prompt's text and ids, which may be given in place of those of the messages."""
+        fields, model = self._fields, self._model
+        if self._ids:
+            return model.tokenizer.decode(self._ids, False), self._ids
+        text = await render_prompt(model, self._messages, fields)
+        add_special = fields.add_special_tokens is True
+        ids = await model.encode_prompt("messages", text, add_special, most=self._most)
+        if not ids:
+            raise bad_field("messages", "the chat template makes an empty prompt of them")
+        return text, ids
+
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
         model = self._model
@@ -331,8 +344,9 @@ class ChatReader(_Reader[ChatFields]):
     def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """max_new_tokens, as fit_tokens has it."""
         length, fields = self._model.context_length(), self._fields
+        name = "input_ids" if self._ids else "messages"
         return fit_tokens(
-            num_prompt, asked, default, length, "messages", self._max_name, fields.min_tokens
+            num_prompt, asked, default, length, name, self._max_name, fields.min_tokens
         )
 
 

@@ -115,6 +115,7 @@ class ConversationFields(OpenAIFields, kw_only=True):
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
     return_meta_info: bool | None = None
+    input_ids: list[int] | None = None
     top_logprobs: int | None = None
     # Served only with a value that changes nothing: see check_conversation.
     function_call: Any = None
@@ -127,7 +128,6 @@ class ConversationFields(OpenAIFields, kw_only=True):
     chat_template: NotServed[str] = None
     moderation: NotServed[Any] = None
     task: NotServed[Any] = None
-    input_ids: NotServed[Any] = None
 
 
 class ChatFields(ConversationFields, kw_only=True):
@@ -145,6 +145,7 @@ class ChatFields(ConversationFields, kw_only=True):
 _OF_CHATS_ALONE = (
     "continue_final_message",
     "echo",
+    "input_ids",
     "prompt_logprobs",
     "return_meta_info",
     "return_prompt_text",

@@ -54,7 +54,6 @@ CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("modalities", ["text", "audio"], [[], ["text"]]),
     ("prediction", {"type": "content"}, []),
     ("chat_template", "{{ messages }}", [""]),
-    ("input_ids", [1, 2], []),
 ]
 CHAT: list[tuple[str, Any, list[Any]]] = [
     ("reasoning", {"max_tokens": 100}, [{}]),
@@ -62,6 +61,7 @@ CHAT: list[tuple[str, Any, list[Any]]] = [
     ("return_output_ids_in_sglext", True, [False]),
 ]
 RESPONSES: list[tuple[str, Any, list[Any]]] = [
+    ("input_ids", [1, 2], [[]]),
     ("add_generation_prompt", False, [True]),
     ("include_reasoning", False, [True]),
     ("return_meta_info", True, [False]),

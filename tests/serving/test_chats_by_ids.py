@@ -1,4 +1,4 @@
-"""What SGLang's clients read of a chat's tokens: meta_info and prompt_token_ids of each choice."""
+"""Chats by token ids, as SGLang's clients ask for them: input_ids, prompt_token_ids, meta_info."""
 
 from typing import Any
 
@@ -71,3 +71,35 @@ async def test_streams_have_no_such_fields_and_refuse_them() -> None:
             assert (response.status_code, error["param"]) == (400, name)
             off = {"messages": HELLO, "stream": True, "max_tokens": 1, name: False}
             assert (await live.events(CHAT, off))[-1] == "[DONE]"
+
+
+async def test_ids_in_place_of_the_rendered_messages_are_the_prompt() -> None:
+    shown = {"return_prompt_token_ids": True, "return_prompt_text": True, "max_tokens": 5}
+    async with live_server(reasoning_parser="qwen3") as live:
+        rendered = (await live.post(CHAT, {"messages": HELLO} | shown)).json()
+        ids = rendered["choices"][0]["prompt_token_ids"]
+        asked = {"messages": [{"role": "user", "content": "Other."}], "input_ids": ids}
+        given = (await live.post(CHAT, asked | shown)).json()
+        assert given["prompt_text"] == rendered["prompt_text"]
+        assert given["choices"] == rendered["choices"]
+        # What the parser knows of the prompt is what the ids say.
+        begun = [*ids, *live.tokenizer.encode("<think>\n", False)]
+        (choice,) = (await live.post(CHAT, asked | shown | {"input_ids": begun})).json()["choices"]
+        assert choice["message"]["reasoning_content"] == "abcde"
+        cut = {"truncate_prompt_tokens": 2, "input_ids": [1] * 600 + ids}
+        (choice,) = (await live.post(CHAT, asked | shown | cut)).json()["choices"]
+        assert choice["prompt_token_ids"] == ids[-2:]
+        empty = (await live.post(CHAT, {"messages": HELLO, "input_ids": []} | shown)).json()
+        assert empty["choices"] == rendered["choices"]
+        events = await live.events(CHAT, asked | {"stream": True, "max_tokens": 5})
+        texts = [event["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
+        assert "".join(texts) == rendered["choices"][0]["message"]["content"] == "abcde"
+
+
+@pytest.mark.parametrize("ids", [[1024], [-1], ["a"], [1] * 512])
+async def test_ids_that_are_no_prompt_are_refused(ids: list[Any]) -> None:
+    async with live_server() as live:
+        response = await live.post(CHAT, {"messages": HELLO, "input_ids": ids})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "input_ids")
+        alone = await live.post(CHAT, {"input_ids": [1]})
+        assert (alone.status_code, alone.json()["error"]["param"]) == (400, "messages")
