@@ -36,20 +36,22 @@ class HostPages:
         self.num_pages = num_pages
         self._groups = groups
         self._shape, self._dtype = shape, np.dtype(dtype)
-        num_slots = groups * num_pages
-        self._shards = [np.empty((num_slots, *shape), self._dtype) for _ in range(num_shards)]
+        shape_of_all = num_pages, groups, *shape
+        self._shards = [np.empty(shape_of_all, self._dtype) for _ in range(num_shards)]
         for memory in self._shards:
             memory.fill(0)  # taken from the host now rather than amid traffic
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._slots: OrderedDict[tuple[bytes, int], int] = OrderedDict()  # oldest first
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # oldest first
+        self._num_groups = [0] * num_pages  # by slot: how many of a page's groups are here
         self._buffers = BufferPool(idle_bytes, pin)
 
     def __len__(self) -> int:
         """Pages of each group that are here."""
-        return len(self._slots) // self._groups
+        return len(self._slots)
 
     def __contains__(self, digest: bytes) -> bool:
-        return all((digest, group) in self._slots for group in range(self._groups))
+        slot = self._slots.get(digest)
+        return slot is not None and self._num_groups[slot] == self._groups
 
     def num_found(self, chain: Iterable[bytes]) -> int:
         """How many of the first pages of a chain are here, without a gap."""
@@ -63,8 +65,7 @@ class HostPages:
     def touch(self, chain: Sequence[bytes]) -> None:
         """These pages, which are here, are used now."""
         for digest in reversed(chain):
-            for group in range(self._groups):
-                self._slots.move_to_end((digest, group))
+            self._slots.move_to_end(digest)
 
     def put(
         self,
@@ -73,40 +74,39 @@ class HostPages:
         shards: Sequence[np.ndarray],
         besides: Collection[bytes] = (),
     ) -> bool:
-        """Copy a page here. shards: one per device of its rank, of the shape of a page.
+        """Copy a page here: the groups of a digest in order.
 
-        The page used longest ago makes room, but none of those in `besides`; false if that leaves
-        no room.
+        shards: one per device of its rank, of the shape of a page. What was used longest ago makes
+        room, but nothing in `besides`; false if that leaves no room, or if the page of an earlier
+        group had to make room meanwhile.
         """
-        key = digest, group
-        slot = self._slots.pop(key, None)
-        if slot is None and self._free:
-            slot = self._free.pop()
-        elif slot is None:
-            oldest = next((key for key in self._slots if key[0] not in besides), None)
-            if oldest is None:
+        slot = self._slots.get(digest)
+        if slot is None:
+            slot = self._room(besides) if group == 0 else None
+            if slot is None:
                 return False
-            slot = self._slots.pop(oldest)
+            self._slots[digest], self._num_groups[slot] = slot, 0
         for memory, shard in zip(self._shards, shards, strict=True):
-            memory[slot] = shard
-        self._slots[key] = slot
+            memory[slot, group] = shard
+        self._num_groups[slot] = max(self._num_groups[slot], group + 1)
+        self._slots.move_to_end(digest)
         return True
 
-    def fetch(self, digests: Sequence[bytes], group: int) -> list[np.ndarray]:
+    def fetch(self, pages: Sequence[tuple[bytes, int]]) -> list[np.ndarray]:
         """Copies of pages that are here, by shard: [layers, planes, n, page_size, kv heads, dim].
 
-        The arrays are the caller's.
+        pages: their digests and groups. The arrays are the caller's.
         """
-        slots = [self._slots[digest, group] for digest in digests]
+        places = [(self._slots[digest], group) for digest, group in pages]
         layers, planes, *rest = self._shape
-        shape = layers, planes, len(slots), *rest
+        shape = layers, planes, len(places), *rest
         num_bytes = int(np.prod(shape)) * self._dtype.itemsize
         found = []
         for memory in self._shards:
-            pages = self._buffers.take(num_bytes).view(self._dtype).reshape(shape)
-            for at, slot in enumerate(slots):
-                pages[:, :, at] = memory[slot]
-            found.append(pages)
+            copies = self._buffers.take(num_bytes).view(self._dtype).reshape(shape)
+            for at, place in enumerate(places):
+                copies[:, :, at] = memory[place]
+            found.append(copies)
         return found
 
     def clear(self) -> int:
@@ -115,3 +115,10 @@ class HostPages:
         self._free += self._slots.values()
         self._slots.clear()
         return num_pages
+
+    def _room(self, besides: Collection[bytes]) -> int | None:
+        """A slot to fill, or None."""
+        if self._free:
+            return self._free.pop()
+        oldest = next((digest for digest in self._slots if digest not in besides), None)
+        return None if oldest is None else self._slots.pop(oldest)

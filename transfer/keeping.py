@@ -74,7 +74,7 @@ class Keeping:
             self._saving.append([both for both in zip(each, gathered, strict=True) if both[0]])
         for rank, runs in enumerate(restored):
             for run in runs:
-                shards = self._host.fetch([page.digest for page in run], run[0].group)
+                shards = self._host.fetch([(page.digest, page.group) for page in run])
                 self._engine.place_run(rank, [page.page_id for page in run], shards)
                 self._counters["host_pages_restored"] += len(run)
         for cache in self._caches:
@@ -92,14 +92,14 @@ class Keeping:
         return len(self._host)
 
     def _runs(self, pages: Sequence[tuple[bytes, int]]) -> list[_Run]:
-        """Pages of each group, in runs that fit a compiled gather."""
-        most = self._engine.max_run_pages
-        runs: list[_Run] = []
-        for group in range(self._groups):
-            first = group * self._engine.num_pages
-            of_group = [_Page(digest, group, first + page) for digest, page in pages]
-            runs += [of_group[at : at + most] for at in range(0, len(of_group), most)]
-        return runs
+        """In runs that fit a compiled gather; the pages of all groups of a prefix side by side."""
+        most, per_group = self._engine.max_run_pages, self._engine.num_pages
+        of_all = [
+            _Page(digest, group, group * per_group + page)
+            for digest, page in pages
+            for group in range(self._groups)
+        ]
+        return [of_all[at : at + most] for at in range(0, len(of_all), most)]
 
     def _save(
         self, gathered: Sequence[tuple[_Run, list[Any]]], besides: Collection[bytes] = ()

@@ -237,7 +237,7 @@ def _pages_never_restored(dispatch: Any) -> Callable[..., Any]:
 
 
 def _pages_of_the_host_turned_round(fetch: Any) -> Callable[..., Any]:
-    return lambda self, digests, group: fetch(self, digests[::-1], group)
+    return lambda self, pages: fetch(self, pages[::-1])
 
 
 def _one_salt_for_all(chain: Any) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ def test_pages_come_back_bit_for_bit_shard_by_shard_and_group_by_group(dtype: st
     for (number, group), shards in pages.items():
         assert host.put(digest(number), group, shards)
     for group in range(2):
-        came = host.fetch([digest(2), digest(0)], group)
+        came = host.fetch([(digest(2), group), (digest(0), group)])
         for shard, array in enumerate(came):
             assert array.dtype == stored
             assert array.shape == (3, 2, 2, 4, 2, 8)
@@ -83,7 +83,7 @@ def test_pages_that_are_wanted_make_no_room() -> None:
     assert found(host) == [1, 3]
     assert not host.put(digest(4), 0, page(4), besides={digest(1), digest(3)})
     assert found(host) == [1, 3]
-    assert first_bits(host.fetch([digest(1)], 0)) == page(1)[0].tobytes()
+    assert first_bits(host.fetch([(digest(1), 0)])) == page(1)[0].tobytes()
 
 
 def test_a_chain_is_found_up_to_its_first_gap() -> None:
@@ -99,7 +99,7 @@ def test_a_page_that_comes_twice_takes_one_place() -> None:
 
 def test_pages_that_were_fetched_stay_as_they_are() -> None:
     host = filled(1, 1)
-    came = host.fetch([digest(1)], 0)
+    came = host.fetch([(digest(1), 0)])
     host.put(digest(2), 0, page(2))
     assert first_bits(came) == page(1)[0].tobytes()
 

@@ -1,10 +1,15 @@
 """Prefixes that leave the pool for the host's memory: found again, and never another's."""
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefill.config import PrefillConfig
 from prefill.scheduler import Prompt
@@ -12,9 +17,14 @@ from prefill.worker import Granted
 from tests.prefill.test_ranks import PAGE, Bench
 from tests.sim.alone import Alone
 from tests.sim.workers import SimPrefill
+from tests.transfer.test_prefix_cache import PAGE as SHORT_PAGE
+from tests.transfer.test_prefix_cache import SALTS, TOKENS, ids
 from transfer.backend import SenderEvent
 from transfer.errors import ConfigError
 from transfer.host_pages import HostPages
+from transfer.keeping import Keeping
+from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache, Sharing, flush_caches
 from transfer.wire import SamplingParams
 from transfer.worker import Aborted
 
@@ -176,3 +186,119 @@ def test_a_rank_expects_no_work_of_what_the_host_has_but_takes_pages_for_it() ->
 def test_flags_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PrefillConfig(Path("model"), "127.0.0.1:1", **fields)
+
+
+class Pools:
+    """The pools of two ranks; a page holds one number."""
+
+    num_pages = 8
+    max_run_pages = 3
+
+    def __init__(self, groups: int) -> None:
+        self.kv = np.zeros((2, groups * self.num_pages), np.int64)
+
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
+        assert 0 < max(map(len, page_ids)) <= self.max_run_pages
+        gathered = np.zeros((2, self.max_run_pages), np.int64)
+        for rank, run in enumerate(page_ids):
+            gathered[rank, : len(run)] = self.kv[rank, list(run)]
+        return [[of_rank.reshape(1, 1, -1, 1, 1, 1)] for of_rank in gathered]
+
+    def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+        assert 0 < len(page_ids) <= self.max_run_pages
+        self.kv[rank, list(page_ids)] = shards[0].ravel()
+
+
+Prompted = tuple[int, str, list[int], int]  # rank, salt, tokens, how many may not be reused
+
+
+class KeepingBesideModel(RuleBasedStateMachine):
+    """Turns of a worker with random prompts; a page's contents follow from its prefix."""
+
+    @initialize(capacity=st.integers(1, 12), groups=st.integers(1, 2))
+    def begin(self, capacity: int, groups: int) -> None:
+        self.groups = groups
+        self.host = HostPages(capacity, 1, (1, 1, 1, 1, 1), "int64", groups)
+        self.pools = [PagePool(Pools.num_pages) for _ in range(2)]
+        self.caches = [PrefixCache(pool, SHORT_PAGE, host=self.host) for pool in self.pools]
+        self.engine = Pools(groups)
+        self.keeping = Keeping(self.host, self.caches, self.engine, groups, Counter())
+        self.live: list[tuple[int, list[int]]] = []  # rank and pages of prompts that are computed
+        self.prefixes: dict[bytes, int] = {}  # all that were ever computed, and their contents
+        self.left: set[bytes] = set()  # pages that left a pool since the last flush
+
+    @rule(
+        prompts=st.lists(
+            st.tuples(st.integers(0, 1), SALTS, TOKENS, st.integers(0, 3)), min_size=1, max_size=4
+        )
+    )
+    def turn(self, prompts: list[Prompted]) -> None:
+        begun = [each for prompt in prompts if (each := self._start(prompt)) is not None]
+        self.keeping.dispatch()
+        for rank, sharing, pages, num_found in begun:
+            cache, full = self.caches[rank], len(sharing.token_ids) // SHORT_PAGE
+            chain = sharing.first(cache, full)
+            self.prefixes |= {digest: int.from_bytes(digest[:4]) for digest in chain}
+            self._check_pages(rank, dict(zip(chain[:num_found], pages, strict=False)))
+            for place, page in enumerate(pages[num_found:], num_found):
+                for group in range(self.groups):
+                    contents = self._contents(chain[place], group) if place < full else -1
+                    self.engine.kv[rank, group * Pools.num_pages + page] = contents
+            cache.insert(chain, pages[:full])
+            self.live.append((rank, pages))
+        self.keeping.settle()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        rank, pages = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.pools[rank].release(pages)
+
+    @rule()
+    def flush(self) -> None:
+        flush_caches(self.caches)
+        self.left.clear()
+
+    @invariant()
+    def all_that_is_found_holds_what_was_computed(self) -> None:
+        for rank, cache in enumerate(self.caches):
+            assert not cache.evicted
+            assert not cache.restored
+            self._check_pages(rank, cache._pages)
+        found = [digest for digest in self.prefixes if digest in self.host]
+        for digest in found:
+            for group in range(self.groups):
+                (page,) = self.host.fetch([(digest, group)])
+                assert page.item() == self._contents(digest, group)
+        assert len(found) == len(self.host) == min(len(self.left), self.host.num_pages)
+
+    def _start(self, prompt: Prompted) -> tuple[int, Sharing, list[int], int] | None:
+        """As PrefillScheduler does; None if there are too few pages."""
+        rank, salt, tokens, cut = prompt
+        cache, pool = self.caches[rank], self.pools[rank]
+        sharing = Sharing(ids(tokens), salt, len(tokens) - cut)
+        shared = cache.share(sharing.cached(cache))
+        num_found = len(shared) + len(sharing.kept(cache, len(shared)))
+        need = -(-len(tokens) // SHORT_PAGE) - len(shared)
+        cache.evict(max(need - pool.num_free, 0))
+        self.left |= {digest for digest, _ in cache.evicted}
+        fresh = pool.reserve(need)
+        if fresh is None:
+            pool.release(shared)
+            return None
+        pages = [*shared, *fresh]
+        cache.restore(sharing.first(cache, num_found), pages[:num_found], len(shared))
+        return rank, sharing, pages, num_found
+
+    def _check_pages(self, rank: int, pages: dict[bytes, int]) -> None:
+        for digest, page in pages.items():
+            for group in range(self.groups):
+                held = self.engine.kv[rank, group * Pools.num_pages + page]
+                assert held == self._contents(digest, group)
+
+    def _contents(self, digest: bytes, group: int) -> int:
+        return 2 * self.prefixes[digest] + group
+
+
+KeepingBesideModel.TestCase.settings = settings(max_examples=100, stateful_step_count=20)
+TestKeepingBesideModel = KeepingBesideModel.TestCase
