@@ -63,9 +63,10 @@ class HostPages:
         return num_pages
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """These pages, which are here, are used now."""
+        """Those of these pages that are here are used now."""
         for digest in reversed(chain):
-            self._slots.move_to_end(digest)
+            if digest in self._slots:
+                self._slots.move_to_end(digest)
 
     def put(
         self,

@@ -55,6 +55,7 @@ class Keeping:
         self._groups = groups
         self._counters = counters
         self._saving: deque[list[tuple[_Run, list[Any]]]] = deque()  # what each call gathered
+        self._left: list[bytes] = []  # what was evicted in this turn, oldest first
 
     def dispatch(self) -> None:
         """Gather the evicted pages, then fill the restored ones.
@@ -66,7 +67,13 @@ class Keeping:
             return
         restored = [self._runs(cache.restored) for cache in self._caches]
         wanted = {page.digest for runs in restored for run in runs for page in run}
-        evicted = [self._runs(cache.evicted) for cache in self._caches]
+        left = [digest for cache in self._caches for digest, _ in cache.evicted]
+        self._host.touch(left[::-1])  # or a copy makes room just when its page leaves
+        self._left += left
+        evicted = [
+            self._runs([page for page in cache.evicted if page[0] not in self._host])
+            for cache in self._caches
+        ]
         for each in zip_longest(*evicted, fillvalue=()):  # one of every rank
             if len(self._saving) == _RUNS_SAVED_AHEAD:
                 self._save(self._saving.popleft(), wanted)
@@ -85,6 +92,9 @@ class Keeping:
         """Copy what was gathered to the host's pages; waits for the device to have it."""
         while self._saving:
             self._save(self._saving.popleft())
+        # Of a prefix, the host had the beginning already, and got the end just now.
+        self._host.touch(self._left[::-1])
+        self._left.clear()
 
     @property
     def num_pages(self) -> int:

@@ -86,8 +86,8 @@ class PrefixCache:
 
     A chain is the digests of a prompt's full pages from the first on, see `chain`.
 
-    evicted: pages, with their digests, that the host does not have yet. restored: pages that have
-    to be filled with what the host has. Both are left to the owner of the pool's array, before
+    evicted: pages, with their digests, oldest first, that the host is to keep. restored: pages that
+    have to be filled with what the host has. Both are left to the owner of the pool's array, before
     anything else is written to it.
     """
 
@@ -163,7 +163,7 @@ class PrefixCache:
     def restore(self, chain: Sequence[bytes], pages: Sequence[int], num_shared: int) -> None:
         """Remember the pages of a prefix of which the host has those from num_shared on."""
         if self.host is not None and num_shared < len(chain):
-            self.host.touch(chain[num_shared:])
+            self.host.touch(chain)
             self.restored += zip(chain[num_shared:], pages[num_shared:], strict=True)
             self.insert(chain, pages)
 
@@ -179,7 +179,7 @@ class PrefixCache:
             page = self._pages.pop(digest)
             self._pool.release((page,))
             if self.host is not None:
-                self._leave(digest, page, self.host)
+                self.evicted.append((digest, page))
         return len(victims)
 
     def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:
@@ -201,12 +201,6 @@ class PrefixCache:
     def num_evictable(self) -> int:
         """Cached pages that nobody else holds."""
         return sum(self._pool.refcount(page) == 1 for page in self._pages.values())
-
-    def _leave(self, digest: bytes, page: int, host: HostPages) -> None:
-        if digest in host:
-            host.touch((digest,))
-        else:
-            self.evicted.append((digest, page))
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         for digest in reversed(chain):

@@ -302,3 +302,45 @@ class KeepingBesideModel(RuleBasedStateMachine):
 
 KeepingBesideModel.TestCase.settings = settings(max_examples=100, stateful_step_count=20)
 TestKeepingBesideModel = KeepingBesideModel.TestCase
+
+
+class Turns(KeepingBesideModel):
+    """A worker of one rank and one prompt at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.begin(capacity, groups=1)
+
+    def compute(self, tokens: list[int]) -> None:
+        self.turn([(0, "", tokens, 0)])
+        self.pools[0].release(self.live.pop()[1])
+
+    def evict(self, num_pages: int) -> None:
+        self.caches[0].evict(num_pages)
+        self.keeping.dispatch()
+        self.keeping.settle()
+
+    def num_kept(self, tokens: list[int]) -> int:
+        """Pages of a prompt that the host has."""
+        return self.host.num_found(self.caches[0].chain(ids(tokens), ""))
+
+
+def test_of_a_prefix_that_went_on_the_end_makes_room_first() -> None:
+    worker = Turns(capacity=6)
+    for tokens in ([0] * 8, [0] * 12, [1] * 2):
+        worker.compute(tokens)
+        worker.evict(Pools.num_pages)
+    assert worker.num_kept([0] * 12) == 5
+
+
+def test_a_page_that_leaves_again_is_not_as_old_as_its_copy() -> None:
+    worker = Turns(capacity=2)
+    for number in (0, 1):
+        worker.compute([number] * 2)
+        worker.evict(1)
+    for number in (0, 1, 2):
+        worker.compute([number] * 2)
+    held = worker.caches[0].share([*worker.caches[0].chain(ids([1] * 2), "")])
+    worker.evict(2)
+    worker.pools[0].release(held)
+    assert [worker.num_kept([number] * 2) for number in range(3)] == [1, 0, 1]
