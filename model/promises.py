@@ -37,6 +37,7 @@ class Promises:
         self._folder: Path | None = None  # set in a turn, if it can be used
         self._own: int | None = None  # a descriptor that stays open, and locked, until the end
         self._size = 0  # what it has said
+        self._reserved = 0  # of that, what `make` is not told of
         # What it lends to others while it serves, which then counts as its own and not as theirs.
         self.lent_bytes = 0
 
@@ -58,15 +59,23 @@ class Promises:
 
         Call in a turn.
         """
-        self._say(self._has_now() + num_bytes + self.lent_bytes)
+        self._say(self._has_now() + num_bytes + self.lent_bytes + self._reserved)
 
-    def add(self, num_bytes: int) -> None:
-        """This process will take so many bytes besides what it said before. Call in a turn."""
-        self._say(max(self._size, self._has_now()) + num_bytes)
+    def reserve(self, num_bytes: int) -> None:
+        """This process will take so many bytes besides what it makes promises of, then and now.
+
+        Replaces what was reserved before. Call in a turn.
+        """
+        besides = max(self._size - self._reserved, self._has_now())
+        self._reserved = num_bytes
+        self._say(besides + num_bytes)
 
     def outstanding_own_bytes(self) -> int:
-        """What this process has promised to take but does not have yet. Call in a turn."""
-        return max(self._size - self._has_now(), 0)
+        """What it has promised to take but does not have yet, besides what it has reserved.
+
+        Call in a turn.
+        """
+        return max(self._size - self._reserved - self._has_now(), 0)
 
     def _has_now(self) -> int:
         return _own_bytes(os.getpid(), self.lent_bytes > 0)

@@ -22,14 +22,15 @@ _RUNS_RETURNING: Final = 2 * (RUNS_PLACED_AHEAD + 1)
 
 
 def check_host(config: WorkerConfig, opened: OpenedModel) -> None:
-    """Raises ModelError if the host has too little memory, as far as the flags tell how much.
+    """Promise what will be taken. Raises ModelError if the host has too little memory.
 
-    Called before weights are loaded.
+    Called before weights are loaded, as far as the flags tell how much, in all processes of a
+    group, of which the first takes it.
     """
-    most = _most_kept(config, opened.kv, config.max_total_tokens // opened.kv.page_size)
-    if most or config.hicache_size:
+    if config.node_rank == 0 and (config.hicache_size or config.max_total_tokens):
+        num_pages = config.max_total_tokens // opened.kv.page_size
         with PROMISES.turn():
-            _check_room(most, opened.kv)
+            _promise(_most_kept(config, opened.kv, num_pages), opened.kv)
 
 
 def take_host(config: WorkerConfig, opened: OpenedModel, engine: RunEngine) -> HostPages:
@@ -38,8 +39,7 @@ def take_host(config: WorkerConfig, opened: OpenedModel, engine: RunEngine) -> H
     most = _most_kept(config, kv, engine.num_pages)
     idle_bytes = _RUNS_RETURNING * engine.max_run_pages * kv.page_bytes
     with PROMISES.turn():
-        _check_room(most, kv, idle_bytes)
-        PROMISES.add(most * kv.all_layers_bytes + idle_bytes)
+        _promise(most, kv, idle_bytes)
     log.info("host memory: %d pages of prefixes %s", most, mib(most * kv.all_layers_bytes))
     shape = kv.num_layers, kv.planes, kv.page_size, kv.num_kv_heads // config.tp_size, kv.head_dim
     pin = memory_pinner(opened.model.mesh)
@@ -53,10 +53,10 @@ def _most_kept(config: WorkerConfig, kv: KVSpec, num_pages: int) -> int:
     return int(config.hicache_ratio * num_pages * config.dp_size)
 
 
-def _check_room(most: int, kv: KVSpec, beside: int = 0) -> None:
+def _promise(most: int, kv: KVSpec, beside: int = 0) -> None:
     """Raises ModelError if the host has no room for so many pages. Call in a turn.
 
-    beside: bytes of other memory that it needs.
+    beside: bytes of other memory for them.
     """
     left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
     if not 0 < most * kv.all_layers_bytes <= left - beside:
@@ -65,3 +65,4 @@ def _check_room(most: int, kv: KVSpec, beside: int = 0) -> None:
             f"in the host's memory, {mib(max(left, 0))} of which are left; it takes one page at "
             "least, see --hicache-size and --hicache-ratio"
         )
+    PROMISES.reserve(most * kv.all_layers_bytes + beside)

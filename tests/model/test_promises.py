@@ -40,11 +40,13 @@ with promises.turn():
     promises.make(20 << 20)
 say("promised anew")
 """
-_ADDS = """
+_RESERVES = """
 with promises.turn():
+    promises.make(10 << 20)
+    promises.reserve(30 << 20)
     promises.make(100 << 20)
-    promises.add(50 << 20)
-say("added")
+    promises.reserve(50 << 20)
+say("reserved")
 taken = b"x" * (120 << 20)
 say("taken")
 """
@@ -165,9 +167,9 @@ def test_its_own_promise_does_not_count(tmp_path: Path) -> None:
         assert promises.outstanding_own_bytes() == pytest.approx(100 * MIB, abs=NEAR)
 
 
-def test_what_is_added_to_a_promise_counts_besides_it(tmp_path: Path) -> None:
-    with running(_ADDS, tmp_path) as process:
-        assert said(process) == "added"
+def test_what_is_reserved_counts_besides_every_promise(tmp_path: Path) -> None:
+    with running(_RESERVES, tmp_path) as process:
+        assert said(process) == "reserved"
         assert outstanding(tmp_path) == pytest.approx(150, abs=NEAR / MIB)
         tell(process)
         assert said(process) == "taken"

@@ -1,0 +1,77 @@
+"""The host's memory for prefixes: promised before weights are loaded, where it is taken."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from model.config import KVSpec
+from model.errors import ModelError
+from model.opening import OpenedModel
+from model.promises import Promises
+from prefill.config import PrefillConfig
+from transfer import host_sizes
+
+KV = KVSpec(num_layers=2, num_kv_heads=2, head_dim=64, page_size=64, dtype="float32")
+MIB = 1 << 20
+NEAR = 16 * MIB  # what this process may take or give back meanwhile
+
+
+@pytest.fixture
+def promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Promises:
+    """Those of this process alone, on a host that has 1000 MiB left."""
+    made = Promises(tmp_path)
+    monkeypatch.setattr(host_sizes, "PROMISES", made)
+    monkeypatch.setattr(host_sizes, "available_bytes", lambda: 1000 * MIB)
+    return made
+
+
+def check(**fields: Any) -> None:
+    opened = cast(OpenedModel, SimpleNamespace(kv=KV))
+    fields = {"max_total_tokens": 64 * 800, "hicache_ratio": 2.0, **fields}  # 200 MiB
+    config = PrefillConfig(Path("model"), "127.0.0.1:1", enable_hierarchical_cache=True, **fields)
+    host_sizes.check_host(config, opened)
+
+
+def said(folder: Path) -> int:
+    """What this process has promised to become."""
+    return int((folder / str(os.getpid())).read_text())
+
+
+def test_what_is_known_to_be_kept_is_promised_at_once_and_stays_promised(
+    promises: Promises, tmp_path: Path
+) -> None:
+    with promises.turn():
+        promises.make(300 * MIB)  # for weights
+    before = said(tmp_path)
+    check()
+    assert said(tmp_path) - before == pytest.approx(200 * MIB, abs=NEAR)
+    with promises.turn():
+        promises.make(300 * MIB)  # once the pool's size is known
+    assert said(tmp_path) - before == pytest.approx(200 * MIB, abs=NEAR)
+
+
+def test_beside_what_the_worker_itself_has_promised_there_must_be_room(promises: Promises) -> None:
+    with promises.turn():
+        promises.make(700 * MIB)
+    check()
+    check()  # what was promised for the same pages does not count
+    with promises.turn():
+        promises.make(900 * MIB)
+    with pytest.raises(ModelError, match=r"1600 pages of 0\.1 MiB do not fit in the host's memory"):
+        check()
+
+
+def test_a_member_that_does_not_lead_needs_no_memory_for_them(promises: Promises) -> None:
+    with promises.turn():
+        promises.make(900 * MIB)
+    check(nnodes=2, tp_size=2, node_rank=1, dist_init_addr="127.0.0.1:1")
+    with pytest.raises(ModelError, match="do not fit"):
+        check(nnodes=2, tp_size=2, dist_init_addr="127.0.0.1:1")
+
+
+def test_no_page_at_all_is_refused_before_weights_are_loaded(promises: Promises) -> None:
+    with pytest.raises(ModelError, match=r"0 pages .* it takes one page at least"):
+        check(max_total_tokens=64, hicache_ratio=0.5)
