@@ -83,8 +83,8 @@ class Keeping:
             for run in runs:
                 shards = self._host.fetch([(page.digest, page.group) for page in run])
                 self._engine.place_run(rank, [page.page_id for page in run], shards)
-                self._counters["host_pages_restored"] += len(run)
         for cache in self._caches:
+            self._counters["host_pages_restored"] += len(cache.restored)
             cache.restored.clear()
             cache.evicted.clear()
 
@@ -119,4 +119,5 @@ class Keeping:
             for at, page in enumerate(run):
                 pages = [shard[:, :, at] for shard in shards]
                 if self._host.put(page.digest, page.group, pages, besides):
-                    self._counters["host_pages_saved"] += 1
+                    is_whole = page.group + 1 == self._groups
+                    self._counters["host_pages_saved"] += is_whole
