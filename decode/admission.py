@@ -294,21 +294,17 @@ class Admission:
         return num_pages, min(num_pages, self._ring_pages)
 
     def _sit(self, seat: Seat, rank: int) -> None:
-        shared: tuple[int, ...] = ()
-        cache, num_found = self.caches[rank], 0
-        if seat.sharing is not None:
-            shared = cache.share(seat.sharing.cached(cache))
-            num_found = len(shared) + len(seat.sharing.kept(cache, len(shared)))
+        cache = self.caches[rank]
+        found, num_cached = seat.sharing.found(cache) if seat.sharing is not None else ([], 0)
+        shared = cache.share(found[:num_cached])
         num_pages, in_ring = self._need(seat.num_tokens)
         fresh = self._reserve(rank, num_pages + in_ring - len(shared))
         assert fresh is not None
         seat.rank = rank
         seat.pages = [*shared, *fresh[in_ring:]]
         seat.ring = list(fresh[:in_ring])
-        if seat.sharing is not None:
-            found = seat.sharing.first(cache, num_found)
-            cache.restore(found, seat.pages[:num_found], len(shared))
-        seat.num_cached = num_found * self.page_size
+        cache.restore(found, seat.pages[: len(found)], num_cached)
+        seat.num_cached = len(found) * self.page_size
         seat.slot = self._free_slots[rank].pop()
         self._num_seated[rank] += 1
         self._seats[seat.room] = seat

@@ -130,20 +130,20 @@ class Ranks:
                     awaited.add(prompt.rank)
                 at += 1
                 continue
-            prefixes = [prompt.sharing.cached(rank.cache) for rank in self.ranks]
-            cached = [
-                (len(prefix) + len(prompt.sharing.kept(rank.cache, len(prefix))))
-                * rank.cache.page_size
-                for prefix, rank in zip(prefixes, self.ranks, strict=True)
+            found = [prompt.sharing.found(rank.cache) for rank in self.ranks]
+            prefixes = [chain[:num_cached] for chain, num_cached in found]
+            foreseen = [
+                len(chain) * rank.cache.page_size
+                for (chain, _), rank in zip(found, self.ranks, strict=True)
             ]
             if prompt.rank < 0:
                 fitting = self._fitting(prompt, prefixes) - awaited
                 if not fitting & places:
                     return
                 among = fitting if room_at else fitting & places
-                prompt.rank = self._picked(prompt, cached, among)
+                prompt.rank = self._picked(prompt, foreseen, among)
             del self._ready[at], self._unbound[prompt.room]
-            prompt.num_foreseen = cached[prompt.rank]
+            prompt.num_foreseen = foreseen[prompt.rank]
             prompt.pages_foreseen = len(prefixes[prompt.rank])
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)

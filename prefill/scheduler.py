@@ -199,9 +199,8 @@ class PrefillScheduler:
         left = prompt.num_tokens
         if self._limits.tokens_of(left, tokens_left, shorter):
             return True
-        num_cached = len(prompt.sharing.cached(self._cache))
-        num_cached += len(prompt.sharing.kept(self._cache, num_cached))
-        left -= num_cached * self._page_size
+        found, _ = prompt.sharing.found(self._cache)
+        left -= len(found) * self._page_size
         return self._limits.tokens_of(left, tokens_left, shorter) > 0
 
     def _start(self, prompt: Prompt) -> bool:
@@ -209,8 +208,8 @@ class PrefillScheduler:
 
         The first pages reserved are those that the host fills.
         """
-        shared = self._cache.share(prompt.sharing.cached(self._cache))
-        num_found = len(shared) + len(prompt.sharing.kept(self._cache, len(shared)))
+        found, num_cached = prompt.sharing.found(self._cache)
+        shared = self._cache.share(found[:num_cached])
         need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
@@ -220,9 +219,8 @@ class PrefillScheduler:
             self._pool.release(shared)
             return False
         prompt.pages = [*shared, *fresh]
-        found = prompt.sharing.first(self._cache, num_found)
-        self._cache.restore(found, prompt.pages[:num_found], len(shared))
-        prompt.num_cached = prompt.num_planned = num_found * self._page_size
+        self._cache.restore(found, prompt.pages[: len(found)], num_cached)
+        prompt.num_cached = prompt.num_planned = len(found) * self._page_size
         return True
 
     def _planned(self, piece: Piece[Prompt]) -> None:

@@ -53,16 +53,17 @@ class Sharing:
         limit = max(self.num_reusable, 0) // cache.page_size
         return self._digests[: cache.cached_pages(islice(self._each(cache), limit))]
 
-    def kept(self, cache: "PrefixCache", num_cached: int) -> list[bytes]:
-        """Digests of pages after the first num_cached that the cache's host has, without a gap.
+    def found(self, cache: "PrefixCache") -> tuple[list[bytes], int]:
+        """Digests as of `cached`, then those that the host has after them without a gap.
 
-        Within num_reusable tokens, like `cached`.
+        With how many are cached.
         """
+        cached = self.cached(cache)
         if cache.host is None:
-            return []
+            return cached, len(cached)
         limit = max(self.num_reusable, 0) // cache.page_size
-        num_kept = cache.host.num_found(islice(self._each(cache), num_cached, limit))
-        return self._digests[num_cached : num_cached + num_kept]
+        num_kept = cache.host.num_found(islice(self._each(cache), len(cached), limit))
+        return self._digests[: len(cached) + num_kept], len(cached)
 
     def begins_with(self, chain: Sequence[bytes]) -> bool:
         """Whether its first page is this chain's first; False if no page was digested yet."""
@@ -160,11 +161,11 @@ class PrefixCache:
                 self._pages[digest] = page
         self._touch(chain)
 
-    def restore(self, chain: Sequence[bytes], pages: Sequence[int], num_shared: int) -> None:
-        """Remember the pages of a prefix of which the host has those from num_shared on."""
-        if self.host is not None and num_shared < len(chain):
+    def restore(self, chain: Sequence[bytes], pages: Sequence[int], num_cached: int) -> None:
+        """Remember the pages of a prefix of which the host has those from num_cached on."""
+        if self.host is not None and num_cached < len(chain):
             self.host.touch(chain)
-            self.restored += zip(chain[num_shared:], pages[num_shared:], strict=True)
+            self.restored += zip(chain[num_cached:], pages[num_cached:], strict=True)
             self.insert(chain, pages)
 
     def evict(self, num_pages: int) -> int:

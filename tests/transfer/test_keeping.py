@@ -276,8 +276,8 @@ class KeepingBesideModel(RuleBasedStateMachine):
         rank, salt, tokens, cut = prompt
         cache, pool = self.caches[rank], self.pools[rank]
         sharing = Sharing(ids(tokens), salt, len(tokens) - cut)
-        shared = cache.share(sharing.cached(cache))
-        num_found = len(shared) + len(sharing.kept(cache, len(shared)))
+        found, num_cached = sharing.found(cache)
+        shared = cache.share(found[:num_cached])
         need = -(-len(tokens) // SHORT_PAGE) - len(shared)
         cache.evict(max(need - pool.num_free, 0))
         self.left |= {digest for digest, _ in cache.evicted}
@@ -286,8 +286,8 @@ class KeepingBesideModel(RuleBasedStateMachine):
             pool.release(shared)
             return None
         pages = [*shared, *fresh]
-        cache.restore(sharing.first(cache, num_found), pages[:num_found], len(shared))
-        return rank, sharing, pages, num_found
+        cache.restore(found, pages[: len(found)], num_cached)
+        return rank, sharing, pages, len(found)
 
     def _check_pages(self, rank: int, pages: dict[bytes, int]) -> None:
         for digest, page in pages.items():
