@@ -58,11 +58,12 @@ def _promise(most: int, kv: KVSpec, beside: int = 0) -> None:
 
     beside: bytes of other memory for them.
     """
+    needed = most * kv.all_layers_bytes + beside
     left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
-    if not 0 < most * kv.all_layers_bytes <= left - beside:
+    if not most or needed > left:
         raise ModelError(
-            f"--enable-hierarchical-cache: {most} pages of {mib(kv.all_layers_bytes)} do not fit "
-            f"in the host's memory, {mib(max(left, 0))} of which are left; it takes one page at "
-            "least, see --hicache-size and --hicache-ratio"
+            f"--enable-hierarchical-cache: {most} pages take {mib(needed)} of the host's memory, of "
+            f"which {mib(max(left, 0))} are left; choose a --hicache-size or --hicache-ratio that "
+            "keeps one page at least and fits"
         )
-    PROMISES.reserve(most * kv.all_layers_bytes + beside)
+    PROMISES.reserve(needed)
