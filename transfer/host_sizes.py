@@ -62,8 +62,8 @@ def _promise(most: int, kv: KVSpec, beside: int = 0) -> None:
     left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
     if not most or needed > left:
         raise ModelError(
-            f"--enable-hierarchical-cache: {most} pages take {mib(needed)} of the host's memory, of "
-            f"which {mib(max(left, 0))} are left; choose a --hicache-size or --hicache-ratio that "
-            "keeps one page at least and fits"
+            f"--enable-hierarchical-cache: {most} pages take {mib(needed)} of the host's memory, "
+            f"of which {mib(max(left, 0))} are left; choose a --hicache-size or --hicache-ratio "
+            "that keeps one page at least and fits"
         )
     PROMISES.reserve(needed)
