@@ -33,7 +33,6 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 POOL_PAGES = 4096  # of a rank
 HEARTBEAT_S = 0.5
-LOAD_REFRESH_S = 0.2
 PASSED_ON_S = 0.25  # at most, until a heartbeat reaches the router through the registry
 DECODE_STEP_S = 0.02
 
@@ -68,10 +67,6 @@ class Group:
         if self._queue is not None:
             return self._queue.plan()
         return [rank.scheduler.plan() for rank in self.ranks]
-
-    def refresh(self) -> None:
-        for rank in self.ranks:
-            rank.refresh()
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,6 @@ class Simulation:
         self.ttft_s = [0.0] * len(self.arrivals)
         for number, arrival in enumerate(self.arrivals):
             self._at(arrival.at_s, lambda number=number: self._arrive(number))  # type: ignore[misc]
-        if any(arrival.prefix_tokens for arrival in self.arrivals):
-            self._at(0.0, self._refresh)
         if self._router is not None:
             for rank in range(RANKS):
                 self._at(HEARTBEAT_S * rank / RANKS, lambda rank=rank: self._beat(rank))  # type: ignore[misc]
@@ -142,12 +135,6 @@ class Simulation:
             group = self._home[id(rank)]
         group.add(prompt, rank)
         self._begin_chunk(group)
-
-    def _refresh(self) -> None:
-        """Count the pages that caches could give up, every LOAD_REFRESH_S, as the worker does."""
-        for group in self._groups:
-            group.refresh()
-        self._at(self.now_s + LOAD_REFRESH_S, self._refresh)
 
     def _route(self, prompt: Prompt, router: Router) -> int:
         prefills = [_member("prefill", at, load) for at, load in enumerate(self._seen)]

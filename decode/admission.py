@@ -109,6 +109,10 @@ class Admission:
         """Free slots of one rank."""
         return len(self._free_slots[rank])
 
+    def num_to_have(self, rank: int) -> int:
+        """Pages of a rank that are free, or that its cache alone holds."""
+        return self._pools[rank].num_free + self._pools[rank].num_kept_alone
+
     def add(
         self,
         room: int,
@@ -262,7 +266,7 @@ class Admission:
             return fitting[0] if fitting else None
         return max(
             fitting,
-            key=lambda rank: (self._num_to_have(rank), len(self._free_slots[rank]), -rank),
+            key=lambda rank: (self.num_to_have(rank), len(self._free_slots[rank]), -rank),
         )
 
     def _fits(self, rank: int, seat: Seat) -> bool:
@@ -274,9 +278,6 @@ class Admission:
         if seat.sharing is not None:
             shared = seat.sharing.cached(cache)
         return cache.can_evict(short - len(shared), frozenset(shared))
-
-    def _num_to_have(self, rank: int) -> int:
-        return self._pools[rank].num_free + self.caches[rank].num_evictable()
 
     def _reserve(self, rank: int, num_pages: int) -> tuple[int, ...] | None:
         """Take free pages, then cached ones; None, with none taken, when there are too few."""

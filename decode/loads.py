@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from decode.admission import Admission
 from decode.local import LocalQueue
 from transfer import wire
-from transfer.clock import Clock
 from transfer.pages import PagePool
-
-_COUNT_AGAIN_S = 0.2  # counting a cache's evictable pages walks it, too long for every step
 
 
 class Loads:
@@ -19,21 +16,15 @@ class Loads:
     on their way: they have slots, which nobody else can have.
     """
 
-    def __init__(
-        self, admission: Admission, local: LocalQueue, pools: Sequence[PagePool], clock: Clock
-    ) -> None:
+    def __init__(self, admission: Admission, local: LocalQueue, pools: Sequence[PagePool]) -> None:
         self._admission = admission
         self._local = local
         self._pools = pools
-        self._clock = clock
-        self._evictable = [0] * len(pools)  # by rank, as of the last count
-        self._due_s = 0.0
 
     @property
     def num_held(self) -> int:
-        """Pages that rooms hold, counted now."""
-        self._count()
-        return sum(pool.num_held for pool in self._pools) - sum(self._evictable)
+        """Pages that rooms hold."""
+        return sum(pool.num_held - pool.num_kept_alone for pool in self._pools)
 
     @property
     def num_cached(self) -> int:
@@ -41,8 +32,6 @@ class Loads:
 
     def total(self, steps: int) -> wire.Load:
         """Over all ranks."""
-        if self._clock.monotonic_s() >= self._due_s:
-            self._count()
         admission = self._admission
         waiting = admission.num_waiting, admission.waiting_tokens
         return self._load(range(len(self._pools)), waiting, admission.num_free_slots, steps)
@@ -67,17 +56,8 @@ class Loads:
             queued_tokens=waiting[1] + sum(tokens for _, tokens in left),
             running_requests=slots - free - seated,
             pages_total=sum(self._pools[rank].num_pages for rank in ranks),
-            pages_free=sum(map(self._free, ranks)),
+            pages_free=sum(map(self._admission.num_to_have, ranks)),
             slots_total=slots,
             slots_free=free,
             steps=steps,
         )
-
-    def _free(self, rank: int) -> int:
-        pool = self._pools[rank]
-        return min(pool.num_free + self._evictable[rank], pool.num_pages)
-
-    def _count(self) -> None:
-        self._due_s = self._clock.monotonic_s() + _COUNT_AGAIN_S
-        for rank, cache in enumerate(self._admission.caches):
-            self._evictable[rank] = cache.num_evictable()

@@ -156,7 +156,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._speculation = Speculation(self._admission.num_slots, self.config.num_drafts)
         most = (local.tokens[-1], local.pages, local.dear_tokens) if local is not None else (0, 0)
         self._local = LocalQueue(self._admission, *most)
-        self._loads = Loads(self._admission, self._local, pools, self.clock)
+        self._loads = Loads(self._admission, self._local, pools)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._receiver = receiver
         self._data_address = data_address

@@ -33,16 +33,16 @@ class Rank:
     pool: PagePool
     cache: PrefixCache
     scheduler: PrefillScheduler
-    num_evictable: int = 0  # cached pages that nobody held, as of the last `refresh`
 
-    def refresh(self) -> None:
-        """Count the pages that the cache could give up; this walks the cache."""
-        self.num_evictable = self.cache.num_evictable()
+    @property
+    def num_to_have(self) -> int:
+        """Pages that are free, or would be if the cache gave up all that nobody else holds."""
+        return self.pool.num_free + self.cache.num_evictable
 
     def load(self) -> RankLoad:
         """Its work as the balancer weighs it."""
         requests, tokens = self.scheduler.pending()
-        return RankLoad(requests, tokens, self.pool.num_free + self.num_evictable)
+        return RankLoad(requests, tokens, self.num_to_have)
 
 
 class Ranks:

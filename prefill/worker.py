@@ -445,18 +445,16 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- what others may know --------------------------------------------------------------------
 
     def _refresh_load(self) -> None:
-        """Count anew. It walks the caches for evictable pages: a busy loop does it now and then."""
+        """Count anew. It walks all prompts: a busy loop does it now and then."""
         self._load_due_s = self.clock.monotonic_s() + LOAD_REFRESH_S
         requests, tokens = self._ranks.queued()
         ranks = self._ranks.ranks
-        for rank in ranks:
-            rank.refresh()
         self._load = wire.Load(
             queued_requests=requests,
             queued_tokens=tokens,
             running_requests=len(self._held) - requests,
             pages_total=sum(rank.pool.num_pages for rank in ranks),
-            pages_free=sum(rank.pool.num_free + rank.num_evictable for rank in ranks),
+            pages_free=sum(rank.num_to_have for rank in ranks),
             steps=self.progress,
         )
         if len(ranks) > 1:
@@ -471,7 +469,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             queued_tokens=tokens,
             running_requests=len(rank.scheduler) - rank.scheduler.queued()[0],
             pages_total=rank.pool.num_pages,
-            pages_free=rank.pool.num_free + rank.num_evictable,
+            pages_free=rank.num_to_have,
             steps=self.progress,
         )
 
@@ -482,7 +480,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if self._keeping is not None:
             counters["host_pages"] = self._keeping.num_pages
         return self.described_state(
-            pages_held=sum(rank.pool.num_held - rank.num_evictable for rank in ranks),
+            pages_held=sum(rank.pool.num_pages - rank.num_to_have for rank in ranks),
             pages_cached=sum(len(rank.cache) for rank in ranks),
             counters=counters,
             grants_waiting=sum(held.grant is None for held in self._held.values()),

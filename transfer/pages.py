@@ -7,7 +7,8 @@ class PagePool:
     """Hands out pages 0 .. num_pages-1. A page is free, or held by one or more references.
 
     Invariant: free pages have count 0 and are in the free list once; all others have a
-    count above 0; num_free + num_held == num_pages.
+    count above 0; num_free + num_held == num_pages. num_kept_alone of the held ones have a single
+    reference, which is a cache's.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -15,6 +16,8 @@ class PagePool:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._count = [0] * num_pages
+        self._is_kept = bytearray(num_pages)  # a cache has one of the references
+        self.num_kept_alone = 0
 
     @property
     def num_free(self) -> int:
@@ -42,6 +45,22 @@ class PagePool:
         for page in pages:
             assert self._count[page] > 0, f"page {page} is free"
             self._count[page] += 1
+            if self._count[page] == 2:
+                self.num_kept_alone -= self._is_kept[page]
+
+    def keep(self, page: int) -> None:
+        """Add a cache's reference to a page that is held; a page has one of them at most."""
+        assert not self._is_kept[page], f"page {page} is kept already"
+        self.share((page,))
+        self._is_kept[page] = True
+
+    def let_go(self, page: int) -> None:
+        """Drop a cache's reference."""
+        assert self._is_kept[page], f"page {page} is not kept"
+        if self._count[page] == 1:
+            self.num_kept_alone -= 1
+        self._is_kept[page] = False
+        self.release((page,))
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference; the last one frees the page."""
@@ -50,9 +69,14 @@ class PagePool:
             self._count[page] -= 1
             if self._count[page] == 0:
                 self._free.append(page)
+            elif self._count[page] == 1:
+                self.num_kept_alone += self._is_kept[page]
 
     def check(self) -> None:
         """Check the whole invariant."""
         assert len(set(self._free)) == len(self._free)
         assert all(self._count[page] == 0 for page in self._free)
         assert sum(count > 0 for count in self._count) == self.num_held
+        kept = [page for page, is_kept in enumerate(self._is_kept) if is_kept]
+        assert sum(self._count[page] == 1 for page in kept) == self.num_kept_alone
+        assert not any(self._is_kept[page] for page in self._free)

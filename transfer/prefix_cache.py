@@ -157,7 +157,7 @@ class PrefixCache:
         """
         for digest, page in zip(chain, pages, strict=False):  # chain is empty when disabled
             if digest not in self._pages:
-                self._pool.share((page,))
+                self._pool.keep(page)
                 self._pages[digest] = page
         self._touch(chain)
 
@@ -178,20 +178,15 @@ class PrefixCache:
                 victims.append(digest)
         for digest in victims:
             page = self._pages.pop(digest)
-            self._pool.release((page,))
+            self._pool.let_go(page)
             if self.host is not None:
                 self.evicted.append((digest, page))
         return len(victims)
 
     def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:
-        """Whether num_pages could be evicted without pages in `besides`. Changes nothing."""
-        if num_pages > len(self._pages):
-            return False
-        for digest, page in self._pages.items():
-            if num_pages <= 0:
-                break
-            num_pages -= self._pool.refcount(page) == 1 and digest not in besides
-        return num_pages <= 0
+        """Whether num_pages could be evicted without pages in `besides`, which the cache has."""
+        spared = sum(self._pool.refcount(self._pages[digest]) == 1 for digest in besides)
+        return num_pages <= self.num_evictable - spared
 
     def flush(self) -> int:
         """Evict all pages that nobody else holds, for good; returns how many."""
@@ -199,9 +194,10 @@ class PrefixCache:
         self.evicted.clear()
         return num_pages
 
+    @property
     def num_evictable(self) -> int:
         """Cached pages that nobody else holds."""
-        return sum(self._pool.refcount(page) == 1 for page in self._pages.values())
+        return self._pool.num_kept_alone
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         for digest in reversed(chain):

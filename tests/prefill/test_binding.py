@@ -182,7 +182,5 @@ def test_a_rank_whose_pages_are_cached_and_free_is_as_good_as_an_empty_one() -> 
     bench.add(2, num_tokens=3, rank=1)
     bench.plan()
     bench.release(1)
-    for rank in bench.ranks.ranks:
-        rank.refresh()
     first, second = (rank.load() for rank in bench.ranks.ranks)
     assert (first.pages_free, second.pages_free) == (4, 3)

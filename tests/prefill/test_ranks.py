@@ -277,7 +277,7 @@ def test_a_release_before_and_after_the_binding_leaves_nothing(turns: int) -> No
     assert bench.plan() == [[], []]
     for rank in bench.ranks.ranks:
         rank.pool.check()
-        assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
+        assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable
 
 
 def test_a_cached_prefix_is_no_work_so_chunks_are_filled_past_it() -> None:

@@ -61,7 +61,7 @@ class Bench:
     def all_back(self) -> bool:
         """Whether only the cache holds pages."""
         self.pool.check()
-        return self.pool.num_held == len(self.cache) == self.cache.num_evictable()
+        return self.pool.num_held == len(self.cache) == self.cache.num_evictable
 
 
 def test_where_padding_costs_a_prompt_that_is_alone_has_shorter_chunks() -> None:
@@ -323,7 +323,7 @@ def test_random_events_keep_budgets_order_and_pages(events: list, cached: bool) 
                 del live[chosen]
                 bench.scheduler.release(chosen)
         held = {page for prompt in live.values() for page in prompt.pages}
-        assert bench.pool.num_held - bench.cache.num_evictable() == len(held)
+        assert bench.pool.num_held - bench.cache.num_evictable == len(held)
         bench.pool.check()
     _drain(bench, live, computed)
     assert bench.all_back()

@@ -162,14 +162,14 @@ class SimPrefill(PrefillWorker):
         assert not self._inflight
         assert not self._early
         for rank in self._ranks.ranks:
-            assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
+            assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable
         assert not self.sender.open_rooms
         assert not self.sender.in_flight_bytes
 
     def check_drained(self) -> None:
         """The worker is leaving, and holds nothing but what the cache keeps."""
         for rank in self._ranks.ranks:
-            assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
+            assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable
         assert not self.sender.open_rooms
 
     def _left(self) -> dict[int, str]:

@@ -25,8 +25,9 @@ def test_answers_like_the_naive_model_on_random_events(seed: int) -> None:
     num_pages = rng.randint(1, 12)
     pool, naive = PagePool(num_pages), NaivePool(num_pages)
     held: list[tuple[int, ...]] = []
-    for _ in range(300):
-        match rng.choice(["reserve", "share", "release"]):
+    kept: set[int] = set()
+    for _ in range(400):
+        match rng.choice(["reserve", "share", "release", "keep", "let go"]):
             case "reserve":
                 wanted = rng.randint(0, num_pages + 1)
                 taken = pool.reserve(wanted)
@@ -47,11 +48,23 @@ def test_answers_like_the_naive_model_on_random_events(seed: int) -> None:
                 pool.release(pages)
                 for page in pages:
                     naive.counts[page] -= 1
+            case "keep" if held:
+                for page in set(rng.choice(held)[:1]) - kept:
+                    pool.keep(page)
+                    naive.counts[page] += 1
+                    kept.add(page)
+            case "let go" if kept:
+                page = rng.choice(sorted(kept))
+                pool.let_go(page)
+                naive.counts[page] -= 1
+                kept.remove(page)
         pool.check()
+        assert pool.num_kept_alone == sum(naive.counts[page] == 1 for page in kept)
         assert pool.num_free == len(naive.free)
         assert pool.num_free + pool.num_held == num_pages
         assert {page: pool.refcount(page) for page in range(num_pages)} == naive.counts
     expected = Counter(page for pages in held for page in pages)
+    expected.update(kept)
     assert all(pool.refcount(page) == expected[page] for page in range(num_pages))
 
 

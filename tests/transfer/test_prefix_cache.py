@@ -74,7 +74,7 @@ def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> No
         )
     ]
     assert found == [2, 1, 0, 0]
-    assert cache.num_evictable() == 3
+    assert cache.num_evictable == 3
     cache.evict(2)  # evicts the oldest chain, although it was looked at last
     assert cache.cached_pages(cache.chain(ids([5, 6]), "")) == 1
 
@@ -159,7 +159,7 @@ def test_a_page_that_somebody_holds_is_never_evicted() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4])
     held = match(cache, [1, 2], "", 2)
-    assert cache.num_evictable() == 1
+    assert cache.num_evictable == 1
     assert cache.flush() == 1
     assert len(cache) == 1
     pool.release(held)
@@ -253,7 +253,7 @@ class CacheBesideModel(RuleBasedStateMachine):
         cached = set(self.known.values())
         for page in range(self.pool.num_pages):
             assert self.pool.refcount(page) == self._holders(page) + (page in cached)
-        assert self.cache.num_evictable() == sum(not self._holders(page) for page in cached)
+        assert self.cache.num_evictable == sum(not self._holders(page) for page in cached)
 
     def _chain(self, salt: str, tokens: list[int]) -> list[Key]:
         return [(salt, tuple(tokens[:end])) for end in range(PAGE, len(tokens) + 1, PAGE)]
