@@ -79,7 +79,7 @@ class Admission:
         # of those that take any. Kept up to date, since loads are told in every turn.
         self._rooms_waiting = [0] * (len(pools) + 1)
         self._tokens_waiting = [0] * (len(pools) + 1)
-        self._may_fit = False  # something changed for waiting rooms; looking walks the cache
+        self._may_fit = False  # something changed for waiting rooms since they were looked at
         self._seats: dict[int, Seat] = {}
         self._num_seated = [0] * len(pools)
         self.num_slots = len(pools) * rank_slots
