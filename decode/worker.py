@@ -321,6 +321,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 if not held.waits_for_grammar:
                     self._queue_local(held, seat)
                 continue
+            held.num_cached = seat.num_cached
             first_page = seat.num_cached // self._facts.page_size
             held.to_fill = self._rings.to_fill(seat)[first_page:]
             self.counters["pages_shared"] += first_page

@@ -122,8 +122,8 @@ def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | N
             return None if offset_us < 0 else since(sent_s + offset_us * 1e-6)
 
         told |= _prefill(leg.record, offset) if role == "prefill" else _decode(leg.record, offset)
+        told["cached_tokens"] = leg.record.cached_tokens
         if "prefill" not in attempt.legs:
-            told["cached_tokens"] = leg.record.cached_tokens
             told["chunks"] = _chunks(leg.record, offset)
     return told
 
@@ -135,7 +135,6 @@ def _prefill(record: wire.LegRecord, offset: _Offset) -> dict[str, Any]:
         "granted_ms": _entered(record, State.GRANTED, offset),
         "grant_wait_ms": round((granted_us - queued_us) / 1e3, 3) if granted_us >= 0 else None,
         "dp_rank": _rank(record.dp_rank),
-        "cached_tokens": record.cached_tokens,
         "chunks": _chunks(record, offset),
         "first_token_ms": _entered(record, State.SENDING, offset),
         "transfer": _shipment(record.shipment, offset),

@@ -173,7 +173,7 @@ class LegRecord(Message):
     room: int
     stages: dict[str, int]  # transfer.room.State -> offset at which it was entered
     ending: str = ""  # "": ended well; else why it was dropped
-    cached_tokens: int = 0  # found in the prefix cache of the worker that computed the prompt
+    cached_tokens: int = 0  # of the prompt, found in this worker's prefix cache
     # From the worker that computed the prompt: i64[n, 5], one row per chunk: its tokens, and the
     # offsets at which it was dispatched, known to be computed, handed to the data plane and sent.
     chunks: bytes = b""

@@ -115,8 +115,10 @@ def test_what_travelled_is_what_the_pages_hold(cluster: Cluster, attempt: dict[s
         "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
     }
     cluster.post("/generate", again)
-    cached = attempt_of(cluster, "cached")["prefill"]
+    repeated = attempt_of(cluster, "cached")
+    cached = repeated["prefill"]
     # Both have all but the last page cached, so this one is computed, and travels.
     assert cached["cached_tokens"] == (num_pages - 1) * PAGE_SIZE
+    assert repeated["decode"]["cached_tokens"] == (num_pages - 1) * PAGE_SIZE
     assert [chunk["tokens"] for chunk in cached["chunks"]] == [PAGE_SIZE]
     assert cached["transfer"]["bytes"] == moved["bytes"] // num_pages
