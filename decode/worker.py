@@ -116,6 +116,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             engine.num_pages,
             local_prefill_tokens=local_tokens,
             host_pages=host.num_pages if host else 0,
+            shares_pages=self._shares_sent,
         )
 
     def assemble(

@@ -90,6 +90,12 @@ def _cache_of(place: Place) -> Cache:
     return key_of(member), place.rank if member.info.role == "decode" else -1
 
 
+def _most_pages(place: Place) -> int:
+    """The most pages of prefixes that the place's cache can have; 0: not known."""
+    load = place.load if _cache_of(place)[1] >= 0 else place.member.load
+    return load.pages_total and load.pages_total + place.member.info.host_pages
+
+
 @dataclass(slots=True, eq=False)
 class Pair:
     """The workers of one attempt, and what they are charged until their reports show it."""
@@ -153,8 +159,8 @@ class Router:
 
     cache_aware takes the worker with the fewest tokens to compute until this prompt is done: those
     queued, and those of the prompt that its cache is not thought to have. If no cache has any of
-    the prompt, that is the least load. For decode cache_aware is the least load, too, unless there
-    is no prefill worker.
+    the prompt, that is the least load. For decode it takes the place that is thought to have most
+    of the prompt, among those that are not much fuller than the emptiest.
     """
 
     def __init__(
@@ -176,7 +182,7 @@ class Router:
             "round_robin": self._next_in_turn,
             "random": self._random.choice,
             "power_of_two": self._better_of_two,
-            "cache_aware": self._least_loaded,  # where no cache matters, see `pick`
+            "cache_aware": self._least_loaded,  # where no cache matters
         }
         for_prefill = policy if prefill_policy == "same" else prefill_policy
         for_decode = policy if decode_policy == "same" else decode_policy
@@ -226,7 +232,7 @@ class Router:
         if not to_prefill and self.policies["decode"] == "cache_aware":
             found = self._pick_by_cache(self._evenly(to_decode), num_tokens, prompt, salt)
             return self._local_pair(*found, to_decode, num_tokens, now_s)
-        decode = self._choose_decode(to_decode)
+        decode = self._pick_decode(to_decode, prompt, salt)
         if is_local(decode.member):
             return self._local_pair(decode, None, num_tokens, to_decode, num_tokens, now_s)
         prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt, salt)
@@ -330,11 +336,24 @@ class Router:
                 best = cost, place, num_uncached
         assert best is not None, "somebody takes work"
         _, place, num_uncached = best
-        cache = _cache_of(place)
-        load = place.member.load if cache[1] < 0 else place.load
-        most = load.pages_total and load.pages_total + place.member.info.host_pages
-        use = index.use(cache, chain, num_reusable, most)
+        use = index.use(_cache_of(place), chain, num_reusable, _most_pages(place))
         return place, use, num_uncached
+
+    def _pick_decode(self, places: Sequence[Place], prompt: Prompt, salt: str) -> Place:
+        """Where the answer is computed, of a prompt that prefill computes or that is short."""
+        index, shares = self._index, any(p.member.info.shares_pages for p in places)
+        if index is None or self.policies["decode"] != "cache_aware" or not shares:
+            return self._choose_decode(places)
+        chain = prompt.chain(places[0].member.info.kv_spec.page_size, salt)
+        place = min(
+            self._evenly(places),
+            key=lambda place: (-index.match(_cache_of(place), chain), *self._burden(place)),
+        )
+        if place.member.info.shares_pages:
+            # How much of it the place has, nobody tells: the pages are sent or not.
+            cache = _cache_of(place)
+            index.settle(cache, index.use(cache, chain, 0, _most_pages(place)), None)
+        return place
 
     def prefilled(self, pair: Pair) -> None:
         """The prompt is computed, so the pair is no longer charged for it."""

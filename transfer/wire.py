@@ -274,6 +274,7 @@ class WorkerInfo(Message):
     host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
     local_prefill_tokens: int = 0  # decode: longest prompt that it computes itself
     host_pages: int = 0  # what the host's memory keeps of evicted prefixes, at most
+    shares_pages: bool = False  # decode: keeps pages that were sent, for prompts that begin alike
     wire_version: int = WIRE_VERSION
 
 
