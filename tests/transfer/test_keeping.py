@@ -221,7 +221,8 @@ class KeepingBesideModel(RuleBasedStateMachine):
         self.pools = [PagePool(Pools.num_pages) for _ in range(2)]
         self.caches = [PrefixCache(pool, SHORT_PAGE, host=self.host) for pool in self.pools]
         self.engine = Pools(groups)
-        self.keeping = Keeping(self.host, self.caches, self.engine, groups, Counter())
+        self.counters: Counter[str] = Counter()
+        self.keeping = Keeping(self.host, self.caches, self.engine, groups, self.counters)
         self.live: list[tuple[int, list[int]]] = []  # rank and pages of prompts that are computed
         self.prefixes: dict[bytes, int] = {}  # all that were ever computed, and their contents
         self.left: set[bytes] = set()  # pages that left a pool since the last flush
@@ -306,9 +307,9 @@ TestKeepingBesideModel = KeepingBesideModel.TestCase
 class Turns(KeepingBesideModel):
     """A worker of one rank and one prompt at a time."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, groups: int = 1) -> None:
         super().__init__()
-        self.begin(capacity, groups=1)
+        self.begin(capacity, groups)
 
     def compute(self, tokens: list[int]) -> None:
         self.turn([(0, "", tokens, 0)])
@@ -343,3 +344,13 @@ def test_a_page_that_leaves_again_is_not_as_old_as_its_copy() -> None:
     worker.evict(2)
     worker.pools[0].release(held)
     assert [worker.num_kept([number] * 2) for number in range(3)] == [1, 0, 1]
+
+
+def test_pages_on_their_way_back_make_no_room_for_those_that_leave() -> None:
+    """Of eight pages of two groups, some reach the host before the others come back."""
+    worker = Turns(capacity=5, groups=2)
+    worker.compute([0] * 10)
+    worker.evict(Pools.num_pages)
+    worker.compute([1] * 16)
+    worker.compute([0] * 10 + [2] * 6)
+    assert worker.counters["host_pages_restored"] == 5
