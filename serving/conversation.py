@@ -13,8 +13,8 @@ from serving.errors import (
     bad_field,
     from_request_error,
     no_text,
+    prompt_too_long,
     quoted,
-    too_long,
     wrong_type,
 )
 from serving.protocol import ServedModel
@@ -234,7 +234,7 @@ def _check_number(
     Each message makes at least one token, so there can be at most context_length of them.
     """
     if len(messages) > context_length:
-        raise too_long("messages", context_length, f"there are {len(messages)} messages")
+        raise prompt_too_long("messages", context_length, f"{len(messages)} messages")
     count = _num_parts(messages)
     for name in ("tools", "documents", "chat_template_kwargs"):
         items = getattr(fields, name)

@@ -144,6 +144,14 @@ def too_long(param: str, context_length: int, what: str) -> ApiError:
     return bad_field(param, f"{limit} together; {what}", "context_length_exceeded")
 
 
+def prompt_too_long(param: str, context_length: int, size: str) -> ApiError:
+    """A prompt that leaves no room for an answer. size: what it has too many of.
+
+    In Anthropic's API clients look for "prompt is too long", and some do in OpenAI's.
+    """
+    return too_long(param, context_length, f"the prompt is too long, with {size}")
+
+
 def wrong_type(where: str, expected: str) -> ApiError:
     """A field holds a value of the wrong type. where: its path, which begins with its name."""
     return ApiError(400, f"{where}: expected {expected}", _first_name(where), "invalid_type")

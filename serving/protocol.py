@@ -18,7 +18,7 @@ import msgspec
 from model.config import ModelConfig
 from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
-from serving.errors import ApiError, bad_field, quoted, too_long
+from serving.errors import ApiError, bad_field, prompt_too_long, quoted, too_long
 from serving.grammar_trial import GrammarTrial
 from serving.json_fields import NotServed, refuse_unless
 from serving.prompt import Prompt
@@ -191,7 +191,7 @@ class ServedModel:
             count = self.tokenizer.fewest_tokens
             fewest = await loop.run_in_executor(threads, count, text, length)
             if fewest > length:
-                raise too_long(name, length, f"the prompt has {fewest} or more")
+                raise prompt_too_long(name, length, f"{fewest} tokens or more")
         encode = self.tokenizer.encode
         if len(text) <= INLINE_CHARACTERS:
             ids = encode(text, add_special_tokens)
@@ -372,7 +372,7 @@ def check_size(name: str, given: str | Sequence[Any], model: ServedModel) -> Non
     if not isinstance(given[0], int):
         check_room(name, len(given), 1, model.config)
     elif len(given) >= model.context_length():
-        raise too_long(name, model.context_length(), f"the prompt has {len(given)}")
+        raise prompt_too_long(name, model.context_length(), f"{len(given)} tokens")
 
 
 def interval_of(asked: int | None) -> int | None:
@@ -448,7 +448,7 @@ def fit_tokens(
     """
     left = context_length - num_prompt
     if left < 1:
-        raise too_long(prompt_name, context_length, f"the prompt has {num_prompt}")
+        raise prompt_too_long(prompt_name, context_length, f"{num_prompt} tokens")
     if asked is None:
         most = left if default is None else min(default, left)
         if (min_tokens or 0) > most:

@@ -171,8 +171,10 @@ async def test_an_answer_ends_with_the_context_however_much_more_it_might_have()
             answer = await client.messages.create(**ASK | {"max_tokens": max_tokens})
             assert (answer.usage.output_tokens, answer.stop_reason) == (left, reason)
         long = [{"role": "user", "content": "Weather? " * 20}]
-        with pytest.raises(anthropic.BadRequestError, match="messages: this model's maximum"):
+        with pytest.raises(anthropic.BadRequestError, match="messages: this model's max") as told:
             await client.messages.create(**ASK | {"messages": long})
+        # Anthropic's words, by which agents see that they have to shorten the conversation.
+        assert "prompt is too long" in str(told.value)
 
 
 @pytest.mark.parametrize("parsers", [{}, PARSERS])

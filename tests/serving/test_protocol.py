@@ -278,7 +278,7 @@ async def test_too_long_a_request_names_both_numbers() -> None:
     with pytest.raises(ApiError) as caught:
         await completion(served(context_length=20), prompt=list(range(20)))
     assert caught.value.message.startswith("prompt: this model's maximum context length is 20")
-    assert caught.value.message.endswith("; the prompt has 20")
+    assert caught.value.message.endswith("; the prompt is too long, with 20 tokens")
 
 
 # --- what is taken ---
