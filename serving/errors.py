@@ -65,6 +65,8 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# The codes that Anthropic's clients act on; its errors have no others.
+_MESSAGES_CODES = {"thread_unsupported_request"}
 # The type by which OpenAI's clients, and proxies that fall back on another model, see that the
 # request is at fault.
 _TYPES_OF_CODES = {"model_not_found": "invalid_request_error"}
@@ -112,10 +114,16 @@ class ApiError(Exception):
         }
 
     def messages_body(self) -> dict[str, Any]:
-        """{"type": "error", "error": {"type", "message"}}, as Anthropic's clients read it."""
+        """{"type": "error", "error": {"type", "message"}}, as Anthropic's clients read it.
+
+        With a code that they act on, `error` also has `details`: {"error_code"}.
+        """
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _MESSAGES_TYPES.get(self.status, default)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code in _MESSAGES_CODES:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
 
     def response(
         self, headers: Mapping[str, str] = NO_HEADERS, *, for_messages: bool = False

@@ -49,7 +49,7 @@ class MessagesFields(ConversationFields, kw_only=True):
     container: NotServed[Any] = None
     fallbacks: NotServed[Any] = None
     mcp_servers: NotServed[Any] = None
-    thread: NotServed[Any] = None
+    thread: Any = None  # see read_count
     logprobs: NotServed[Any] = None
     # Names that chats have for fields which have other names here: refused, naming those.
     max_completion_tokens: Any = None
@@ -79,6 +79,9 @@ def read_messages(body: bytes) -> MessagesFields:
 def read_count(body: bytes) -> MessagesFields:
     """As read_messages; where tokens are only counted, there need not be a max_tokens."""
     fields = read_json(_messages, body)
+    if fields.thread:
+        what = "this server keeps no conversations"
+        raise bad_field("thread", what, "thread_unsupported_request")
     check_as_chat(fields, OWN_NAMES)
     refuse(fields, ("top_logprobs",))
     if fields.messages is None:

@@ -279,6 +279,40 @@ async def test_an_answer_can_be_sent_back_with_the_results_of_its_calls() -> Non
         assert (await client.messages.count_tokens(**ask)).input_tokens == expected
 
 
+async def test_the_official_client_runs_tools_on_a_server_that_keeps_no_conversation() -> None:
+    ran: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """How the weather is."""
+        ran.append(city)
+        return "rain"
+
+    run: dict[str, Any] = {"tools": [weather], "max_iterations": 2}
+    async with live_server(writes(ANSWER), **PARSERS) as live, client_of(live) as client:
+        answers = [answer async for answer in client.beta.messages.tool_runner(**ASK, **run)]
+        streams = client.beta.messages.tool_runner(**ASK, **run, stream=True)
+        answers += [await stream.get_final_message() async for stream in streams]
+        assert ran == ["Zürich"] * 8
+        usages = [answer.usage for answer in answers]
+        first, second, *again = [
+            usage.input_tokens + usage.cache_read_input_tokens for usage in usages
+        ]
+        assert again == [first, second]
+        assert second > first + usages[0].output_tokens  # the whole conversation, results included
+
+
+async def test_a_conversation_that_the_server_would_have_to_keep_is_refused() -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        async with live_server() as live:
+            answer = await live.post("/v1/messages", ASK | {"thread": thread})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"].startswith("thread: this server keeps no conversations")
+        # By this code Anthropic's clients see that they have to send the whole conversation.
+        assert error["details"] == {"error_code": "thread_unsupported_request"}
+
+
 async def test_a_last_message_of_the_assistant_is_continued() -> None:
     messages = [{"role": "user", "content": "Spell!"}, {"role": "assistant", "content": "abc"}]
     async with live_server() as live, client_of(live) as client:
