@@ -103,6 +103,10 @@ def _others(item: dict[str, Any], where: str) -> dict[str, Any]:
         call_id = text_at(item, "call_id", where)
         content = _content(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": call_id, "content": content}
+    if kind == "item_reference":
+        how = "send the item itself, as clients do when they are given store: false"
+        message = f"{where}: nothing is stored here that an 'item_reference' could name; {how}"
+        raise ApiError(400, message, "input", "unsupported_parameter")
     if kind != "message":
         message = f"{where}: this server does not support items of type {quoted(kind)}"
         raise ApiError(400, message, "input", "unsupported_parameter")

@@ -362,7 +362,7 @@ async def test_an_aborted_answer_is_cancelled() -> None:
     [
         ({"input": None}, "input", "input: this field is required"),
         ({"input": []}, "input", "input: must have at least one item"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: this server does"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: nothing is store"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
             "input",
