@@ -124,7 +124,6 @@ class ConversationFields(OpenAIFields, kw_only=True):
     verbosity: Any = None
     functions: NotServed[Any] = None
     audio: NotServed[Any] = None
-    prediction: NotServed[Any] = None
     chat_template: NotServed[str] = None
     moderation: NotServed[Any] = None
     task: NotServed[Any] = None

@@ -73,6 +73,14 @@ async def test_a_chat_is_answered(api: Api) -> None:
     assert answer.usage.completion_tokens <= 5
 
 
+async def test_a_prediction_of_the_answer_does_not_change_it(api: Api) -> None:
+    ask: dict[str, Any] = {"model": api.model, "messages": HELLO, "max_tokens": 5, "temperature": 0}
+    plain = await api.client.chat.completions.create(**ask)
+    prediction = {"type": "content", "content": "edcba"}
+    predicted = await api.client.chat.completions.create(**ask, prediction=prediction)
+    assert predicted.choices[0].message == plain.choices[0].message
+
+
 async def test_a_streamed_chat_is_the_whole_one_in_pieces(api: Api) -> None:
     ask = {"model": api.model, "messages": HELLO, "max_tokens": 12, "temperature": 0, "seed": 1}
     whole = await api.client.chat.completions.create(**ask)

@@ -52,7 +52,6 @@ CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("function_call", {"name": "f"}, ["none", "auto"]),
     ("audio", {"voice": "alloy"}, []),
     ("modalities", ["text", "audio"], [[], ["text"]]),
-    ("prediction", {"type": "content"}, []),
     ("chat_template", "{{ messages }}", [""]),
 ]
 CHAT: list[tuple[str, Any, list[Any]]] = [
