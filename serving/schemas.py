@@ -36,10 +36,10 @@ _BY_NAME: Final = ("properties", "patternProperties")
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _MOST_BOUND: Final = 9.2e18  # llguidance has 64 bits for a bound, and refuses those beyond
-# A part of a pattern: one that llguidance cannot follow (group `beyond`), or else an escape or a
-# character class, which is skipped because it may contain anything.
+# A part of a pattern: one that llguidance cannot follow (group `beyond`); an escape or a character
+# class, which is skipped because it may contain anything; or a sign.
 _PATTERN_PARTS: Final = re.compile(
-    r"(?P<beyond>\\[1-9kbB]|\(\?<?[=!]|(?<!\A)\^|\$(?!\Z))|\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL
+    r"(?P<beyond>\\[1-9kbB]|\(\?<?[=!])|\\.|\[(?:\\.|[^\]\\])*\]?|[()|^$]", re.DOTALL
 )
 
 
@@ -213,10 +213,25 @@ _SAYS_NOTHING: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def _is_beyond(pattern: Any) -> bool:
-    """Whether the pattern has look-around or back-references, which no token grammar can follow."""
+    """Whether the pattern has look-around or back-references, which no token grammar can follow.
+
+    Anchors are look-around, too, unless one of the pattern's alternatives begins or ends with them.
+    """
     if not isinstance(pattern, str):
         return False
-    return any(part["beyond"] for part in _PATTERN_PARTS.finditer(pattern))
+    depth = begins = 0  # how many groups are open, and where the alternative begins
+    for part in _PATTERN_PARTS.finditer(pattern):
+        sign = part[0]
+        if part["beyond"]:
+            return True
+        if sign == "^" and (depth or part.start() != begins):
+            return True
+        if sign == "$" and (depth or pattern[part.end() : part.end() + 1] not in ("", "|")):
+            return True
+        depth += (sign == "(") - (sign == ")")
+        if sign == "|" and not depth:
+            begins = part.end()
+    return False
 
 
 def _vast_bounds(node: Schema) -> list[str]:

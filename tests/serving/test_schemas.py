@@ -226,7 +226,11 @@ def test_formats_are_those_that_llguidance_knows(texts: Texts) -> None:
         ("(?<!a)b", False),
         (r"(a)\1", False),
         (r"\bword\b", False),
-        ("^$|^a$", False),
+        ("^$|^a$", True),
+        ("^(?:a|b)$|c$|^d", True),
+        ("(^a$)", False),
+        ("a$b", False),
+        (r"\|^a", False),
     ],
 )
 def test_patterns_that_look_around_are_left_out_where_nobody_is_strict(
@@ -236,6 +240,15 @@ def test_patterns_that_look_around_are_left_out_where_nobody_is_strict(
     assert prepared(schema)["properties"] == schema["properties"]
     kept = schema["properties"] if is_kept else {"pattern": TEXT}
     assert prepared(schema, lenient=True)["properties"] == kept
+
+
+def test_a_pattern_with_an_anchored_alternative_holds_in_a_lenient_schema(texts: Texts) -> None:
+    # As the AI SDK's z.base64() writes it.
+    base64 = "^$|^(?:[0-9a-zA-Z+/]{4})*(?:(?:[0-9a-zA-Z+/]{2}==)|(?:[0-9a-zA-Z+/]{3}=))?$"
+    schema = TEXT | {"pattern": base64}
+    grammar = json.dumps({"grammars": [schema_rules("a", schema, lenient=True)]})
+    for text, fits in (("", True), ("Zm9v", True), ("Zm8=", True), ("Zm9", False), (" the", False)):
+        assert texts.takes(grammar, json.dumps(text)) == fits
 
 
 @pytest.mark.parametrize(
