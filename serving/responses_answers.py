@@ -32,10 +32,14 @@ _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # else serve
 
 @dataclass(slots=True)
 class _Item:
-    """The open item of text. delta: its delta events, up to where they differ."""
+    """The open item of text. delta: its delta events, up to where they differ.
+
+    is_summary: a thought, whose text is the item's summary and not its content.
+    """
 
     kind: type[Thought | Said]
     item_id: str
+    is_summary: bool
     delta: bytes = b""
     texts: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)  # JSON, one entry an event
@@ -45,8 +49,23 @@ class _Item:
         return "reasoning" if self.kind is Thought else "message"
 
     @property
+    def list_name(self) -> str:
+        """The field of the item that has its part."""
+        return "summary" if self.is_summary else "content"
+
+    @property
     def part_type(self) -> str:
+        if self.is_summary:
+            return "summary_text"
         return "reasoning_text" if self.kind is Thought else "output_text"
+
+    @property
+    def text_event(self) -> str:
+        return f"response.{'reasoning_' if self.is_summary else ''}{self.part_type}"
+
+    @property
+    def part_event(self) -> str:
+        return f"response.{'reasoning_summary' if self.is_summary else 'content'}_part"
 
     @property
     def all_logprobs(self) -> orjson.Fragment:
@@ -74,6 +93,7 @@ class ResponsesAnswer:
         self._created = created
         self._parsing = parsing
         self._shown_again = _shown_again(fields)
+        self._summarizes = fields.reasoning is not None and fields.reasoning.any_summary is not None
         self._namespaces = {tool["name"]: space for tool, space in functions_of(fields) if space}
         self._parser: MarkedText | None = parsing.parser() if parsing else None
         self._logprobs = LogprobShapes(tokenizer)
@@ -213,14 +233,14 @@ class ResponsesAnswer:
 
     def _begin(self, kind: type[Thought | Said]) -> None:
         self._kinds.add(kind)
-        item = _Item(kind, f"{'rs' if kind is Thought else 'msg'}_{secrets.token_hex(16)}")
-        self._open = item
-        delta = f"response.{item.part_type}.delta"
+        item_id = f"{'rs' if kind is Thought else 'msg'}_{secrets.token_hex(16)}"
+        self._open = item = _Item(kind, item_id, self._summarizes and kind is Thought)
+        delta = f"{item.text_event}.delta"
         same = dumps({"type": delta, **self._place(item)})[:-1]
         item.delta = b"event: %b\ndata: %b" % (delta.encode(), same)
         shape = _shape(item, "in_progress", [])
         self._event("response.output_item.added", **self._at(), item=shape)
-        self._event("response.content_part.added", **self._place(item), part=_part(item, ""))
+        self._event(f"{item.part_event}.added", **self._place(item), part=_part(item, ""))
 
     def _close(self, is_cut: bool) -> None:
         """Close the open item, if there is one. is_cut: the answer was cut before its end."""
@@ -230,9 +250,10 @@ class ResponsesAnswer:
         text = "".join(item.texts)
         part = _part(item, text)
         more = {"logprobs": part["logprobs"]} if item.kind is Said else {}
+        cut = {"status": "incomplete"} if is_cut and item.is_summary else {}
         shape = _shape(item, "incomplete" if is_cut else "completed", [part])
-        self._event(f"response.{item.part_type}.done", **self._place(item), **more, text=text)
-        self._event("response.content_part.done", **self._place(item), part=part)
+        self._event(f"{item.text_event}.done", **self._place(item), **more, text=text)
+        self._event(f"{item.part_event}.done", **self._place(item), part=part, **cut)
         self._event("response.output_item.done", **self._at(), item=shape)
         self._output.append(shape)
 
@@ -279,7 +300,7 @@ class ResponsesAnswer:
         return {"output_index": len(self._output)}
 
     def _place(self, item: _Item) -> dict[str, Any]:
-        return {**self._at(), "item_id": item.item_id, "content_index": 0}
+        return {**self._at(), "item_id": item.item_id, f"{item.list_name}_index": 0}
 
     def _logprobs_of(self, choice: Choice, entries: Sequence[Entry]) -> bytes:
         """The entries' logprobs as JSON, without the brackets of the list."""
@@ -359,9 +380,10 @@ def _part(item: _Item, text: str) -> dict[str, Any]:
     return part
 
 
-def _shape(item: _Item, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _shape(item: _Item, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
     more: dict[str, Any] = {"summary": []} if item.kind is Thought else {"role": "assistant"}
-    return {"id": item.item_id, "type": item.type, "status": status, **more, "content": content}
+    shape = {"id": item.item_id, "type": item.type, "status": status, **more, "content": []}
+    return shape | {item.list_name: parts}
 
 
 def _shown_again(fields: ResponsesFields) -> dict[str, orjson.Fragment]:
@@ -374,7 +396,7 @@ def _shown_again(fields: ResponsesFields) -> dict[str, orjson.Fragment]:
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.any_summary},
         "safety_identifier": fields.safety_identifier,
         "text": {"format": _format_of(fields), "verbosity": "medium"},
         "tool_choice": fields.tool_choice or "auto",

@@ -39,6 +39,11 @@ class ReasoningOptions(msgspec.Struct):
     summary: str | None = None
     generate_summary: str | None = None
 
+    @property
+    def any_summary(self) -> str | None:
+        """The summary that is asked for, by its name of today or its older one."""
+        return self.generate_summary if self.summary is None else self.summary
+
 
 class TextFormat(msgspec.Struct):
     type: str = "text"
@@ -112,6 +117,11 @@ def read_responses(body: bytes) -> ResponsesFields:
             raise not_served(f"include.{name}")
     if fields.text is not None and fields.text.verbosity not in (None, "medium"):
         raise not_served("text.verbosity")
+    for name in ("summary", "generate_summary"):
+        summary = getattr(fields.reasoning, name, None)
+        if summary not in (None, "auto", "concise", "detailed"):
+            what = f"expected auto, concise or detailed, got {quoted(summary)}"
+            raise wrong(f"reasoning.{name}", what)
     return fields
 
 
