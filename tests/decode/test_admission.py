@@ -252,10 +252,13 @@ class AdmissionBesideModel(RuleBasedStateMachine):
             assert len(seat.pages) == self.waiting[oldest][1] // PAGE + 1
             del self.waiting[oldest]
             self.seated[oldest] = seat
-            self.desk.filled(seat, seat.num_tokens)
+            self.sat(seat)
         if self.waiting and not self.seated:
             oldest = min(self.waiting, key=lambda room: (self.waiting[room][0], room))
             assert self.waiting[oldest][1] // PAGE + 1 > 10, "it fits, and nobody is in its way"
+
+    def sat(self, seat: Seat) -> None:
+        self.desk.filled(seat, seat.num_tokens)
 
     @precondition(lambda self: self.seated)
     @rule(data=st.data())
@@ -306,6 +309,81 @@ class SharedPagesBesideModel(AdmissionBesideModel):
 
 SharedPagesBesideModel.TestCase.settings = AdmissionBesideModel.TestCase.settings
 TestSharedPagesBesideModel = SharedPagesBesideModel.TestCase
+
+
+class SentPagesBesideModel(AdmissionBesideModel):
+    """The same, with prompts that begin alike and differ later, and pages that come late or never.
+
+    What is written to each page is known, so that nobody shares one with other tokens, or takes one
+    that others still read.
+    """
+
+    caching = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: dict[int, list[int]] = {}  # by room
+        self.coming: set[int] = set()  # rooms whose pages prefill still sends
+        self.written: dict[int, list[int]] = {}  # page -> the prompt up to its end
+
+    @rule(zeros=st.sampled_from((0, 19, 20)), ones=st.integers(1, 10), arrival_s=st.integers(0, 5))
+    def arrive(self, zeros: int, ones: int, arrival_s: int) -> None:
+        self.next_room += 1
+        room, ids = self.next_room, [0] * zeros + [1] * ones
+        self.desk.add(room, len(ids), float(arrival_s), sharing=sharing(ids))
+        self.waiting[room] = float(arrival_s), len(ids)
+        self.prompts[room] = ids
+
+    def sat(self, seat: Seat) -> None:
+        num_shared = seat.num_cached // PAGE
+        assert num_shared * PAGE < seat.num_tokens, "prefill sends at least one page"
+        self.coming.add(seat.room)
+        for page in seat.pages[num_shared:]:
+            self.written.pop(page, None)
+
+    @precondition(lambda self: self.coming & self.seated.keys())
+    @rule(data=st.data())
+    def some_come(self, data: st.DataObject) -> None:
+        seat = self.one_coming(data)
+        most = (seat.num_tokens - seat.num_cached) // PAGE
+        self.desk.digest(seat, data.draw(st.integers(0, most)))
+
+    @precondition(lambda self: self.coming & self.seated.keys())
+    @rule(data=st.data())
+    def all_come(self, data: st.DataObject) -> None:
+        seat = self.one_coming(data)
+        self.coming.discard(seat.room)
+        ids = self.prompts[seat.room]
+        for idx in range(seat.num_cached // PAGE, len(ids) // PAGE):
+            self.written[seat.pages[idx]] = ids[: (idx + 1) * PAGE]
+        self.desk.filled(seat, seat.num_tokens)
+
+    @precondition(lambda self: self.seated)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        super().grow(data)
+        for seat in self.seated.values():
+            for page in seat.pages[seat.num_tokens // PAGE :]:
+                self.written.pop(page, None)
+
+    @rule()
+    def flush(self) -> None:
+        self.desk.caches[0].flush()
+
+    def one_coming(self, data: st.DataObject) -> Seat:
+        return self.seated[data.draw(st.sampled_from(sorted(self.coming & self.seated.keys())))]
+
+    @invariant()
+    def everyone_reads_the_own_prompt(self) -> None:
+        for room, seat in self.seated.items():
+            ids = self.prompts[room]
+            num_here = (seat.num_cached if room in self.coming else len(ids)) // PAGE
+            for idx, page in enumerate(seat.pages[:num_here]):
+                assert self.written[page] == ids[: (idx + 1) * PAGE]
+
+
+SentPagesBesideModel.TestCase.settings = AdmissionBesideModel.TestCase.settings
+TestSentPagesBesideModel = SentPagesBesideModel.TestCase
 
 
 def test_those_behind_one_that_left_are_looked_at_again_at_once() -> None:
