@@ -233,7 +233,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         num_tokens, num_granted = held.prompt.num_tokens, len(grant.page_ids) // 4
         first = self._shipping.first_windowed(num_tokens, num_granted, grant.first_page)
         if first is None:
-            message = f"decode granted {num_granted} pages for {num_tokens} tokens"
+            granted = f"{num_granted} pages, from page {grant.first_page} of the prompt on"
+            message = f"decode granted {granted}, for {num_tokens} tokens"
             self.fail(grant.room, Code.STALE, message)
             return
         try:

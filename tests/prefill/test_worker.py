@@ -104,6 +104,22 @@ def test_a_grant_of_a_number_of_pages_that_its_prompt_cannot_have_ends_the_room(
     worker.check_idle()
 
 
+@pytest.mark.parametrize(("window", "num_pages", "first_page"), [(0, 2, 1), (0, 0, 2), (4, 1, 1)])
+def test_a_refusal_of_a_grant_says_from_which_page_on_it_was(
+    window: int, num_pages: int, first_page: int
+) -> None:
+    alone, worker = prefill(window=window)
+    pages = wire.pack_i32(range(num_pages))
+    grant = msgspec.structs.replace(alone.grant(1), page_ids=pages, first_page=first_page)
+    alone.submit(1, num_tokens=8)
+    worker.handle(Granted((grant,)))
+    alone.turn()
+    (event,) = (event for batch in alone.batches for event in batch.events)
+    granted = f"decode granted {num_pages} pages, from page {first_page} of the prompt on"
+    assert (event.code, event.message) == ("stale", f"{granted}, for 8 tokens")
+    worker.check_idle()
+
+
 def _send_what_waits(worker: SimPrefill) -> None:
     for lane in list(worker.sender._all_lanes()):
         while (job := worker.sender.next_job(lane)) is not None:
