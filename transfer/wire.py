@@ -14,7 +14,7 @@ import numpy as np
 from transfer.errors import BadMessage
 from transfer.numbers import I32, I64, AtLeastOne, Count
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 # The most that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
