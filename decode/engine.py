@@ -151,14 +151,12 @@ class DecodeEngine:
             spare_pages += most_saving * self._gathered.copies
         self.plan: MemoryPlan
         self._pool: Array
-        # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
-        contexts = self._rank_slots if local is None or on_cpu() else 1 << 20
         empty = self._empty_state(all_slots)
         self._pool, self.plan, self.programs = make_pool(
             opened,
             mem_fraction,
             max_total_tokens,
-            self._natural_pages(contexts),
+            self._natural_pages(),
             self._programs,
             spare_pages,
             self._state_bytes(empty),
@@ -357,9 +355,13 @@ class DecodeEngine:
             num_bytes += self._chunks.hidden_bytes * len(self._opened.devices)
         return num_bytes
 
-    def _natural_pages(self, contexts: int) -> int:
-        """Pages of each group for so many full-length requests; rings need fewer of the second."""
+    def _natural_pages(self) -> int:
+        """The most pages of each group that are of use; rings need fewer of the second."""
         buckets, groups = self._buckets, self._opened.kv.groups
+        # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
+        # Pages for windows are kept only of prompts that are computed here.
+        caches = self._chunks is not None or groups == 1
+        contexts = 1 << 20 if caches and not on_cpu() else self._rank_slots
         each = buckets.pages_per_slot * groups
         if buckets.ring_pages:
             each = buckets.pages_per_slot + buckets.ring_pages

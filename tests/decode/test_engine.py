@@ -1,6 +1,7 @@
 """Which row of a step each slot of a plan has, and memory for pages that arrive."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -43,6 +44,30 @@ def test_rows_of_a_rank_follow_each_other_in_the_order_of_the_plan(
 ) -> None:
     found, fullest = _places(np.array(ranks, np.int32), dp_size)
     assert (found.tolist(), fullest) == (within, most)
+
+
+@pytest.mark.parametrize(
+    ("groups", "computes", "is_capped"), [(1, False, False), (2, False, True), (2, True, False)]
+)
+def test_an_accelerators_memory_is_for_prefixes_where_decode_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, groups: int, computes: bool, is_capped: bool
+) -> None:
+    page_size, context = 16, 128
+    opened = open_plainly(demo_model_path(), page_size, context)
+    kv = replace(opened.kv, groups=groups)
+    local = local_buckets(context, 64, page_size) if computes else None
+    asked: list[int] = []
+
+    def make_pool(*args: Any) -> Any:
+        asked.append(args[3])
+        raise InterruptedError
+
+    monkeypatch.setattr("decode.engine.on_cpu", lambda: False)
+    monkeypatch.setattr("decode.engine.make_pool", make_pool)
+    with pytest.raises(InterruptedError):
+        DecodeEngine(replace(opened, kv=kv), full_steps(2, context, page_size), 0.0, 0, local)
+    running = 2 * context // page_size
+    assert asked[0] == running if is_capped else asked[0] > 1000 * running
 
 
 def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device(
