@@ -31,7 +31,7 @@ class Seat:
     """What one room owns on decode: a slot and pages."""
 
     room: int
-    num_tokens: int  # tokens whose kv arrives from prefill, or is computed here
+    num_tokens: int  # tokens whose kv is shared, arrives from prefill, or is computed here
     arrival_s: float
     rank: int = -1  # dictated, or chosen when it is seated
     sharing: Sharing | None = None  # None: it shares no pages

@@ -3,7 +3,7 @@
 Pages travel under numbers: a prompt's pages are 0 to n - 1, of those that decode does not have yet.
 Where layers with a window have pages of their own (model/page_groups.py), numbers from n on are the
 last of those pages, the ones that decode still looks at. Decode says how many of them it wants by
-the number of pages that it grants; it then has none of the prompt.
+the number of pages that it grants. Such a prompt is always sent from its first page on.
 """
 
 from collections import deque
