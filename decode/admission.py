@@ -109,10 +109,6 @@ class Admission:
         """Free slots of one rank."""
         return len(self._free_slots[rank])
 
-    def num_to_have(self, rank: int) -> int:
-        """Pages of a rank that are free, or that its cache alone holds."""
-        return self._pools[rank].num_free + self._pools[rank].num_kept_alone
-
     def add(
         self,
         room: int,
@@ -266,7 +262,7 @@ class Admission:
             return fitting[0] if fitting else None
         return max(
             fitting,
-            key=lambda rank: (self.num_to_have(rank), len(self._free_slots[rank]), -rank),
+            key=lambda rank: (self._pools[rank].num_to_have, len(self._free_slots[rank]), -rank),
         )
 
     def _fits(self, rank: int, seat: Seat) -> bool:

@@ -195,8 +195,8 @@ class DecodeEngine:
             self.calls("place", *self._runs.ids_of(rank, ids), rank=rank, shards=cut)
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
-        """As of `prefill.engine.PrefillEngine`."""
-        assert self._gathered is not None, "no page is saved"
+        """Pack pages for the host, one run of each rank: see GatheredRuns.shards."""
+        assert self._gathered is not None, "the host keeps no pages"
         bucket, ids = self._gathered.ids_of(page_ids)
         return self._gathered.shards(self.calls("gather", bucket, ids), page_ids)
 

@@ -24,7 +24,7 @@ class Loads:
     @property
     def num_held(self) -> int:
         """Pages that rooms hold."""
-        return sum(pool.num_held - pool.num_kept_alone for pool in self._pools)
+        return sum(pool.num_pages - pool.num_to_have for pool in self._pools)
 
     @property
     def num_cached(self) -> int:
@@ -56,7 +56,7 @@ class Loads:
             queued_tokens=waiting[1] + sum(tokens for _, tokens in left),
             running_requests=slots - free - seated,
             pages_total=sum(self._pools[rank].num_pages for rank in ranks),
-            pages_free=sum(map(self._admission.num_to_have, ranks)),
+            pages_free=sum(self._pools[rank].num_to_have for rank in ranks),
             slots_total=slots,
             slots_free=free,
             steps=steps,

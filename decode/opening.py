@@ -60,7 +60,7 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
 
 
 def keeps_prefixes(config: DecodeConfig) -> bool:
-    """Whether the host keeps what the prefix caches evict: there are none without own prompts."""
+    """Whether the host keeps what the prefix caches evict: what was sent can be sent again."""
     return config.enable_hierarchical_cache and config.local_prefill_tokens != 0
 
 

@@ -59,8 +59,7 @@ CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where only a flag gives a lon
 _ON_DEVICES = 0.85
 _LEAST_ON_CPU, _MOST_ON_CPU, _FULL_CONTEXTS = 0.1, 0.3, 4
 # On a CPU, what a process takes while it serves besides what is planned: blocks that malloc keeps
-# for each thread, and what the control plane holds. A large network may take
-# more (docs/adr/0066).
+# for each thread, and what the control plane holds. A large network may take more (docs/adr/0066).
 _SERVING_BYTES = 160 << 20
 
 

@@ -109,7 +109,7 @@ class PrefillEngine:
         shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim] with
         n = len(page_ids).
         """
-        assert self._placed is not None, "no page was saved"
+        assert self._placed is not None, "the host keeps no pages"
         for ids, cut in self._placed.cut(page_ids, shards):
             self.calls("place", *self._placed.ids_of(rank, ids), rank=rank, shards=cut)
 

@@ -34,15 +34,10 @@ class Rank:
     cache: PrefixCache
     scheduler: PrefillScheduler
 
-    @property
-    def num_to_have(self) -> int:
-        """Pages that are free, or would be if the cache gave up all that nobody else holds."""
-        return self.pool.num_free + self.cache.num_evictable
-
     def load(self) -> RankLoad:
         """Its work as the balancer weighs it."""
         requests, tokens = self.scheduler.pending()
-        return RankLoad(requests, tokens, self.num_to_have)
+        return RankLoad(requests, tokens, self.pool.num_to_have)
 
 
 class Ranks:

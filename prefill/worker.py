@@ -453,7 +453,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             queued_tokens=tokens,
             running_requests=len(self._held) - requests,
             pages_total=sum(rank.pool.num_pages for rank in ranks),
-            pages_free=sum(rank.num_to_have for rank in ranks),
+            pages_free=sum(rank.pool.num_to_have for rank in ranks),
             steps=self.progress,
         )
         if len(ranks) > 1:
@@ -468,7 +468,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             queued_tokens=tokens,
             running_requests=len(rank.scheduler) - rank.scheduler.queued()[0],
             pages_total=rank.pool.num_pages,
-            pages_free=rank.num_to_have,
+            pages_free=rank.pool.num_to_have,
             steps=self.progress,
         )
 
@@ -479,7 +479,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if self._keeping is not None:
             counters["host_pages"] = self._keeping.num_pages
         return self.described_state(
-            pages_held=sum(rank.pool.num_pages - rank.num_to_have for rank in ranks),
+            pages_held=sum(rank.pool.num_pages - rank.pool.num_to_have for rank in ranks),
             pages_cached=sum(len(rank.cache) for rank in ranks),
             counters=counters,
             grants_waiting=sum(held.grant is None for held in self._held.values()),

@@ -27,6 +27,11 @@ class PagePool:
     def num_held(self) -> int:
         return self.num_pages - len(self._free)
 
+    @property
+    def num_to_have(self) -> int:
+        """Pages that are free, or would be if the cache gave up all that nobody else holds."""
+        return self.num_free + self.num_kept_alone
+
     def refcount(self, page: int) -> int:
         return self._count[page]
 

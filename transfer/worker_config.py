@@ -283,7 +283,7 @@ WORKER_HELP = {
     "each two processors that this process may use (affinity and container quota), at most 2",
     "transfer_queue_bytes": "bytes of pages that may wait in host memory for one decode worker; "
     "while more wait, its prompts are not computed",
-    "disable_radix_cache": "do not reuse the pages of prefixes computed before",
+    "disable_radix_cache": "do not reuse the pages of earlier prompts that begin alike",
     "load_balance_method": "how a prompt is given to one of the data-parallel ranks that have room",
     "enable_hierarchical_cache": "keep the pages of prefixes that the pool has no room for in the "
     "host's memory, and copy them back for prompts that begin with them",
