@@ -20,8 +20,9 @@ from model.buckets import pages_for
 from model.config import ModelConfig
 from model.kv import init_pool
 from model.programs import Program, compile_all
+from model.replicated import decode_hidden, logits, prefill_hidden
 from model.sharding import make_mesh
-from model.transformer import Model, decode_hidden, logits, prefill_hidden
+from model.transformer import Model
 from model.weights import load_params
 
 FOLDER = ROOT / "tests" / "goldens"

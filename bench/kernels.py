@@ -39,9 +39,10 @@ from model.kv import gather_pages, init_pool, write_pages
 from model.moe import expert_stacks
 from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
 from model.programs import Program, compile_all
+from model.replicated import decode_hidden, logits, prefill_hidden
 from model.sampling import Asks, empty_rows, sample
 from model.sharding import replicated
-from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
+from model.transformer import Model, random_params
 from transfer.buffers import BufferPool
 
 # Parts that are compiled side by side. Steps donate the pool, which pieces have as an argument.

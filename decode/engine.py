@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from decode.draws import Draws, width_of
 from decode.local import LocalPrompt
 from decode.step import SlotState, admit_slots, decode_step, mask_slots, try_tokens
+from model.adapted import NO_ADAPTER
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
@@ -56,6 +57,7 @@ class SlotStart:
     pages: Sequence[int]
     params: SamplingParams
     ring: Sequence[int] = ()
+    adapter: int = NO_ADAPTER
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,8 @@ class DecodeEngine:
                 fresh.page_table[row, : len(start.pages)] = start.pages
                 if fresh.ring is not None:
                     fresh.ring[row, : len(start.ring)] = start.ring
+                if fresh.adapters is not None:
+                    fresh.adapters[row] = start.adapter
                 set_row(fresh.rows, row, start.params)
                 mask = allowed_mask(start.params, fresh.masks.shape[1])
                 if mask is not None:
@@ -447,6 +451,7 @@ class DecodeEngine:
             page_table=np.zeros((num_slots, self._buckets.pages_per_slot), np.int32),
             ring=np.zeros((num_slots, ring), np.int32) if ring else None,
             masks=np.zeros((num_slots, mask_words(self._model.cfg.vocab_size)), np.uint32),
+            adapters=np.full(num_slots, NO_ADAPTER, np.int32) if self._model.dims.lora else None,
             rows=empty_rows(num_slots),
         )
 

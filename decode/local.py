@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.admission import Admission, Seat
+from model.adapted import NO_ADAPTER
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.pieces import ChunkLimits, Piece, pack
 from transfer.prefix_cache import Sharing
@@ -26,6 +27,7 @@ class LocalPrompt:
     seat: Seat
     sharing: Sharing
     wants_logprobs: bool = False
+    adapter: int = NO_ADAPTER
     num_planned: int = 0  # tokens cached, computed or in a chunk that was dispatched
 
     @property

@@ -26,6 +26,7 @@ class SlotState(NamedTuple):
     page_table: Any  # i32[S, P]
     ring: Any  # i32[S, R]: pages of layers with a window, see model/page_groups.py; None: none
     masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a mask
+    adapters: Any  # i32[S], see model/adapted.py; None: the model has none
     rows: SamplingRows  # leading axis S
 
 
@@ -109,6 +110,7 @@ def try_tokens(
         expert_map,
         loads,
         _repeated(ring[safe], width) if ring is not None else None,
+        _repeated(state.adapters[safe], width) if state.adapters is not None else None,
     )
     state = state._replace(page_table=page_table, ring=ring)
     return pool, state, loads, row_logits(model, params, hidden), tried

@@ -44,7 +44,7 @@ from transfer.keeping import Keeping
 from transfer.opened import PoolFacts
 from transfer.pages import PagePool
 from transfer.ports import bind
-from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens
+from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens, salt_of
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
@@ -203,7 +203,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             # Prefill computes logprobs, and at least one page comes from there.
             reusable = reusable_tokens(num_tokens, start if local else -1)
             token_ids = wire.unpack_i32(submit.token_ids)
-            sharing = Sharing(token_ids, submit.cache_salt, reusable)
+            salt = salt_of(submit.adapter, submit.cache_salt)
+            sharing = Sharing(token_ids, salt, reusable)
         if local and start >= 0:
             held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
         self._admission.add(submit.room, num_tokens, room.arrival_s, rank, sharing, local)
@@ -347,7 +348,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _queue_local(self, held: Held, seat: Seat) -> None:
         if seat.is_local and seat.sharing is not None:
-            self._local.add(LocalPrompt(seat, seat.sharing, held.logprobs is not None))
+            wants, adapter = held.logprobs is not None, self.adapter_of(held.submit)
+            self._local.add(LocalPrompt(seat, seat.sharing, wants, adapter))
 
     def _start(self) -> None:
         """Rooms whose pages are all there join the batch."""
@@ -363,7 +365,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                     continue
             tokens = np.append(wire.unpack_i32(submit.token_ids), np.int32(first.token_id))
             num_prompt, params = submit.num_prompt_tokens, submit.sampling
-            starts.append(SlotStart(seat.slot, tokens, num_prompt, seat.pages, params, seat.ring))
+            own = seat.pages, params, seat.ring, self.adapter_of(submit)
+            starts.append(SlotStart(seat.slot, tokens, num_prompt, *own))
             self._scheduler.start(seat, submit.api_id, params, num_prompt)
             self._speculation.start(seat.slot)
             held.room.advance(State.DECODING, self.clock.monotonic_s())

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
+from model.adapted import with_adapters
 from model.config import ModelConfig
 from model.heads import Heads, rotate_and_write, split
 from model.kv import PagePool
@@ -24,7 +25,8 @@ class ChunkBatch(NamedTuple):
     All int32, replicated. A token whose kv_idx is out of range is padding: its key and value
     are dropped, experts skip it and its hidden state means nothing. seq_idx and page_seq of
     padding are S. The pages of a sequence stand together in the list, in order; they hold the
-    positions already cached and those of this chunk.
+    positions already cached and those of this chunk. adapters: see model/adapted.py; None where
+    the model has none.
     """
 
     token_ids: Int32[Array, " tokens"]
@@ -35,6 +37,7 @@ class ChunkBatch(NamedTuple):
     page_seq: Int32[Array, " pages"]
     page_pos: Int32[Array, " pages"]
     num_pages_used: Int32[Array, ""]
+    adapters: Int32[Array, " tokens"] | None = None
 
 
 class Rows(NamedTuple):
@@ -95,6 +98,7 @@ def attention(
     with jax.named_scope("attention"):
         heads, group, head_dim = weights.shape("o")[:3]
         qkv = product_parts(x, weights.matrix("qkv"))
+        qkv = with_adapters(qkv, x, weights, "qkv")
         qkv = qkv.reshape(*qkv.shape[:2], heads, group + 2, head_dim)
         bias = weights["qkv_bias"] if cfg.qkv_bias else None
         norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else None
@@ -118,6 +122,7 @@ def attention(
         out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
         parts = product_parts(out, weights.matrix("o", inputs=3))
+        parts = with_adapters(parts, out, weights, "o", inputs=3)
         if num_shards() > 1:
             parts = sum_shards(jnp.sum(parts, axis=0))[None]
         if cfg.o_bias:

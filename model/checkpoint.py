@@ -32,14 +32,17 @@ _TILE: Final = 1 << 17  # numbers that fit in the cache
 class Checkpoint:
     """The tensors of a folder by name; nothing is read before it is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the files. Raises ModelError naming a file that is missing, truncated or foreign."""
+    def __init__(self, folder: Path, files: tuple[str, ...] = ()) -> None:
+        """Open the files, those that an index names unless they are given.
+
+        Raises ModelError naming a file that is missing, truncated or foreign.
+        """
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         self._offsets: dict[str, dict[str, int]] = {}
         self._maps: dict[str, np.ndarray] = {}
-        for file in self._listed():
+        for file in files or self._listed():
             self._files[file] = self._open(file)
             for name in self._files[file].keys():  # noqa: SIM118  a handle, not a dict
                 if name in self._where:
@@ -66,11 +69,12 @@ class Checkpoint:
 
     def _open(self, file: str) -> Any:
         path = self.folder / file
+        named = f", but {_INDEX} names it" if (self.folder / _INDEX).exists() else ""
         try:
             path.open("rb").close()  # safetensors calls any file missing that it cannot open
             return safe_open(path, framework="np")
         except FileNotFoundError as error:
-            raise ModelError(f"{path}: no such file, but {_INDEX} names it") from error
+            raise ModelError(f"{path}: no such file{named}") from error
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: not a whole safetensors file: {error}") from error
 

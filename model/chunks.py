@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from model.adapted import NO_ADAPTER
 from model.buckets import PrefillBuckets, bucket_for, list_sizes, mask_words, pages_for
 from model.latent import is_expanded
 from model.moe import ExpertMap
@@ -111,6 +112,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._model = model
         self._context_length = context_length
         self._dp_size = num_ranks(model.mesh)
+        self._has_adapters = model.dims.lora is not None
         self._nowhere = 0  # a position past the pool of a rank
         self._chunk: dict[tuple[int, int], Program] = {}  # by tokens and pages of the list
         self._logprobs: dict[int, Program] = {}  # where they are apart
@@ -220,6 +222,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         seqs, page_size = self.buckets.seqs, self._model.page_size
         tokens = np.zeros((4, bucket), np.int32)  # ids, positions, seq_idx, kv_idx
         tokens[2], tokens[3] = seqs, self._nowhere
+        adapters = np.full((self._has_adapters, bucket), NO_ADAPTER, np.int32)
         pages = np.zeros((3, num_pages), np.int32)  # ids, seq, position of first token
         pages[1] = seqs
         last_rows = np.zeros(seqs, np.int32)
@@ -231,6 +234,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             tokens[0, row:end] = piece.prompt.token_ids[piece.start : piece.end]
             tokens[1, row:end] = span
             tokens[2, row:end] = idx
+            adapters[:, row:end] = piece.prompt.adapter
             tokens[3, row:end] = owned[span // page_size] * page_size + span % page_size
             page_end = page_row + len(owned)
             pages[0, page_row:page_end] = owned
@@ -238,7 +242,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             pages[2, page_row:page_end] = np.arange(len(owned), dtype=np.int32) * page_size
             last_rows[idx] = end - 1
             row, page_row = end, page_end
-        return [*tokens, *pages, np.array([page_row], np.int32)], last_rows
+        return [*tokens, *pages, np.array([page_row], np.int32), *adapters], last_rows
 
     def programs(
         self, params: Any, pool: jax.ShapeDtypeStruct, experts: ExpertArgs
@@ -283,7 +287,8 @@ class ChunkPrograms[Q: ChunkPrompt]:
         def i32(size: int) -> jax.ShapeDtypeStruct:
             return abstract_i32((self._dp_size * size,), mesh, RANKS)
 
-        batch = _chunk_batch([i32(size) for size in (tokens,) * 4 + (pages,) * 3 + (1,)])
+        sizes = (tokens,) * 4 + (pages,) * 3 + (1,) + (tokens,) * self._has_adapters
+        batch = _chunk_batch([i32(size) for size in sizes])
         return batch, i32(seqs), abstract_of(np.bool_(False), mesh, P()), i32(tokens)
 
     def _hidden_shape(self, tokens: int) -> Any:
@@ -387,7 +392,7 @@ def _sample_fn(
 
 def _chunk_batch(fields: Sequence[Any]) -> ChunkBatch:
     """A batch of these fields, in order: host arrays or shapes, which its type does not mention."""
-    return ChunkBatch._make(fields)
+    return ChunkBatch(*fields)
 
 
 def _placed[Q: ChunkPrompt](

@@ -6,7 +6,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from model.products import Matrix, product
+from model.adapted import with_adapters
+from model.products import LayerWeights, product
 from model.sharding import shard_idx, sum_shards
 
 
@@ -94,14 +95,21 @@ def gated(
 
 
 def feed_forward(
-    x: Float[Array, "rows hidden"], gate_up: Matrix, down: Matrix
+    x: Float[Array, "rows hidden"],
+    weights: LayerWeights,
+    names: tuple[str, str] = ("gate_up", "down"),
 ) -> Float[Array, "rows hidden"]:
     """Dense SwiGLU over this shard's part of the intermediate, summed over shards; float32.
 
-    gate_up: its outputs are all gates, then all ups.
+    names: of both parameters. The outputs of the first are all gates, then all ups.
     """
+
+    def by(x: Float[Array, "rows a"], name: str) -> Float[Array, "rows b"]:
+        parts = product(x, weights.matrix(name))[None]
+        return with_adapters(parts, x, weights, name)[0]
+
     with jax.named_scope("mlp"):
-        return sum_shards(product(gated(product(x, gate_up)), down))
+        return sum_shards(by(gated(by(x, names[0])), names[1]))
 
 
 def embed(

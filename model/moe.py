@@ -145,7 +145,7 @@ def shared_experts(
     x: Float[Array, "rows hidden"], params: LayerWeights
 ) -> Float[Array, "rows hidden"]:
     """The output of the experts that all rows go to; float32. params: one layer's."""
-    out = feed_forward(x, params.matrix("shared_gate_up"), params.matrix("shared_down"))
+    out = feed_forward(x, params, ("shared_gate_up", "shared_down"))
     if "shared_gate" in params:
         out *= jax.nn.sigmoid(product(x, params.matrix("shared_gate")))
     return out

@@ -20,6 +20,7 @@ from model.errors import ModelError
 from model.executables import ExecutableCache
 from model.host_memory import give_back_freed, total_bytes
 from model.kv import init_pool
+from model.lora import adapters_digest, lora_shape, read_adapters
 from model.members import any_of_all, least_of_all
 from model.params import Params
 from model.placement import PlacedExperts
@@ -39,6 +40,7 @@ from model.transformer import Model, random_params
 from model.weights import (
     coded_parameters,
     dummy_digest,
+    load_adapters,
     load_params,
     model_digest,
     narrow_parameters,
@@ -74,6 +76,7 @@ class OpenedModel:
     context_length: int
     digest: str
     experts: PlacedExperts
+    adapters: tuple[str, ...] = ()  # their names
     kept: ExecutableCache | None = None  # of programs that were compiled before
 
     @property
@@ -130,6 +133,7 @@ def open_model(
     placing: ExpertPolicy = AS_TRAINED,
     quantization: str = "auto",
     load_format: str = "auto",
+    lora_paths: Sequence[tuple[str, Path]] = (),
     before_weights: BeforeWeights = at_once,
 ) -> OpenedModel:
     """Read config and weights onto a mesh of dp_size * tp_size devices.
@@ -146,10 +150,12 @@ def open_model(
     checkpoint the weights that are quantised there, of another all, rounded; "none" expands all to
     dtype; "auto" keeps the codes of a quantised checkpoint on CPU, and expands them elsewhere.
     load_format: "dummy" reads no weights: parameters are random, the same on every mesh.
+    lora_paths: names and folders of adapters, see model/lora.py.
     before_weights: called with all but the parameters, and may raise; loading takes minutes.
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
+    adapters = read_adapters(lora_paths, cfg)
     _check_devices(tp_size, dp_size)
     sizes = _sizes(cfg, dtype, kv_cache_dtype, page_size, context_length, chunk_size)
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
@@ -167,6 +173,7 @@ def open_model(
         coded=dims.coded,
         codes=codes,
         narrow=_narrow(path, dims, sizes.dtype, is_dummy),
+        lora=lora_shape(adapters),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(model.dims, sizes.page_size, sizes.kv_dtype)
@@ -179,11 +186,13 @@ def open_model(
         kv=kv,
         logical_kv_heads=cfg.num_kv_heads,
         context_length=sizes.context_length,
-        digest=_digest(path, model, is_dummy),
+        digest=_digest(path, model, is_dummy) + adapters_digest(adapters),
         experts=experts,
+        adapters=tuple(adapter.name for adapter in adapters),
     )
     before_weights(opened)
-    return replace(opened, params=(_draw if is_dummy else _load)(path, model))
+    params = (_draw if is_dummy else _load)(path, model)
+    return replace(opened, params=params | load_adapters(adapters, model))
 
 
 def _check_devices(tp_size: int, dp_size: int) -> None:

@@ -15,11 +15,13 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from model.adapted import INTO, OUT_OF
 from model.coded import CODE_DTYPES, LARGEST
 from model.sharding import SHARDS, TENSOR, Dims, Stacks
 
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
 # the names below to arrays stacked on a leading layer axis. When tied, lm_head is absent, or embed.
+# Where there are adapters, "lora" has their segments (`lora_leaves`).
 Params = dict[str, Any]
 
 # The axis of inputs (the last of several) in one layer, where it is not the first.
@@ -136,6 +138,50 @@ def param_leaves(dims: Dims, dtype: Any) -> Params:
         head = (hidden, vocab), (hidden, dims.vocab)
         tree["lm_head"] = Leaf(*head, P(None, SHARDS), dtype, std)
     return _narrowed(tree, dims)
+
+
+# Of each parameter that adapters may change, how many matrices it has side by side.
+LORA_MATRICES: Final = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
+
+
+def lora_leaves(dims: Dims, dtype: Any) -> tuple[dict[str, Leaf], ...]:
+    """The adapters' parameters, by segment, see model/adapted.py; nothing where there are none.
+
+    Columns into all ranks are [adapter, matrix, rank], and so are the rows out of them.
+    """
+    return tuple(
+        {
+            name: leaf.stacked(run.num_layers)
+            for name, leaf in _lora_layer_leaves(dims, dtype, run.moe).items()
+        }
+        for run in segments(dims)
+        if dims.lora is not None
+    )
+
+
+def _lora_layer_leaves(dims: Dims, dtype: Any, moe: bool) -> dict[str, Leaf]:
+    cfg, hidden, shape = dims.cfg, dims.cfg.hidden_size, dims.lora
+    assert shape is not None
+    head, std = (cfg.head_dim,), 1.0 / math.sqrt(hidden)
+    old, wide = cfg.intermediate_size, dims.intermediate
+    tree: dict[str, Leaf] = {}
+    for name in shape.parameters:
+        columns = shape.num * LORA_MATRICES[name] * shape.rank
+        into = _plain((hidden, columns), dtype, std)
+        out_of = _plain((columns, hidden), dtype, std)
+        if name == "qkv":
+            out_of = _by_head(dims, (columns,), head, dtype, std, tail=2)
+        elif name == "o":
+            into = _by_head(dims, (), (*head, columns), dtype, std)
+        elif moe:
+            continue
+        elif name == "gate_up":
+            sizes = (columns, 2, old), (columns, 2, wide)
+            out_of = Leaf(*sizes, P(None, None, SHARDS), dtype, std)
+        else:
+            into = Leaf((old, columns), (wide, columns), P(SHARDS), dtype, std)
+        tree |= {name + INTO: into, name + OUT_OF: out_of}
+    return tree
 
 
 def _narrowed(tree: Params, dims: Dims) -> Params:

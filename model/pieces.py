@@ -32,6 +32,11 @@ class ChunkPrompt(Protocol):
     @property
     def wants_logprobs(self) -> bool: ...
 
+    @property
+    def adapter(self) -> int:
+        """Which of the model's adapters it has, see model/adapted.py."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Piece[Q: ChunkPrompt]:

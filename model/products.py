@@ -144,7 +144,7 @@ class LayerWeights(Mapping[str, Array]):
 
     dtype: of products. on_cpu: see Matrix.
     stacked: which other parameters are whole stacks, too. idx: the layer's place in all stacks.
-    used: see Matrix.
+    used: see Matrix. adapters: which of the adapters each row has, see model/adapted.py.
     """
 
     arrays: Mapping[str, Array]
@@ -153,6 +153,7 @@ class LayerWeights(Mapping[str, Array]):
     stacked: frozenset[str] = frozenset()
     idx: Int32[Array, ""] | None = None
     used: Int32[Array, ""] | None = None
+    adapters: Float[Array, "rows adapters"] | None = None
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]

@@ -137,6 +137,18 @@ class CodedInputs(NamedTuple):
     on_any: int
 
 
+class LoraShape(NamedTuple):
+    """What all adapters of a model take: room for the largest of them (model/lora.py).
+
+    num: adapters. rank: columns of one, for each matrix that it changes. parameters: those that
+    some adapter changes.
+    """
+
+    num: int
+    rank: int
+    parameters: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Dims:
     """The sizes of a configuration on one mesh. Padding is with zeros and changes no result.
@@ -156,6 +168,7 @@ class Dims:
     codes: str = "fp8"  # which codes: "fp8" or "int8"
     narrow: tuple[tuple[str, str], ...] = ()  # matrices of two bytes for products in float32
     tied_as_head: bool = False  # a tied table is held once, as a head is: [hidden, vocab]
+    lora: LoraShape | None = None  # of adapters that rows may ask for
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads

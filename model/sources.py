@@ -154,7 +154,8 @@ class Heads:
 class QKV:
     """[hidden, kv_heads, group + 2, head_dim], or a vector without the first axis.
 
-    names: of queries, keys and values; of queries and keys alone it is [..., group + 1, head_dim].
+    names: of queries, keys and values; "" where one is none, which stays zero. Of queries and keys
+    alone it is [..., group + 1, head_dim].
     order: the row of a query's or key's head for each entry, where the orders differ.
     """
 
@@ -165,7 +166,8 @@ class QKV:
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, size in zip(self.names, self.heads.sizes, strict=False):
-            yield name, (size,) if self.hidden is None else (size, self.hidden)
+            if name:
+                yield name, (size,) if self.hidden is None else (size, self.hidden)
 
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         first_axis = () if self.hidden is None else (slice(0, self.hidden),)
@@ -175,7 +177,7 @@ class QKV:
             shared = self.heads.shared(stored)
             parts = (0, self.heads.queries(stored)), (group, shared), (group + 1, shared)
             for name, (at, rows) in zip(self.names, parts, strict=False):
-                if not _length(rows):
+                if not name or not _length(rows):
                     continue
                 values = files.read(name, (rows, *first_axis))
                 values = values.reshape(-1, head_dim, *values.shape[1:])
@@ -330,6 +332,47 @@ class Stack:
         for i, part in enumerate(self.parts[index[0]]):
             # A one-dimensional part is still an array to write into.
             part.fill(files, index[1:], out[i])
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A parameter of which each source fills a part. What is in no part is zero.
+
+    Of each axis a source has all (None), a slice, or one place, which is no axis of the source.
+    Axes that are split over devices are left whole.
+    """
+
+    parts: tuple[tuple[Source, tuple[slice | int | None, ...]], ...]
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for source, _ in self.parts:
+            yield from source.expected()
+
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
+        for source, where in self.parts:
+            own = tuple(
+                whole if at is None else slice(0, _length(at))
+                for whole, at in zip(index, where, strict=True)
+                if not isinstance(at, int)
+            )
+            into = tuple(slice(None) if at is None else at for at in where)
+            source.fill(files, own, out[into])
+
+
+@dataclass(frozen=True)
+class Times:
+    """A parameter times a number, rounded once."""
+
+    of: Source
+    factor: float
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        return self.of.expected()
+
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
+        exact = np.zeros(out.shape, np.float32)
+        self.of.fill(files, index, exact)
+        out[...] = exact * np.float32(self.factor)
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,7 @@ def _shared_sources(dims: Dims, at: str) -> dict[str, Source]:
 
 def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     """Sources of attention in which each kv head has its own keys and values."""
-    cfg, hidden = dims.cfg, dims.cfg.hidden_size
-    heads = Heads(cfg.num_kv_heads, cfg.group, cfg.head_dim, dims.replicas, dims.group)
+    cfg, hidden, heads = dims.cfg, dims.cfg.hidden_size, heads_of(dims)
 
     def qkv(kind: str) -> tuple[str, str, str]:
         return (
@@ -129,7 +128,7 @@ def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     def output(group: int) -> Source:
         return _output(f"{at}.self_attn.o_proj.weight", heads, hidden, group)
 
-    order = _halves_last(0, cfg.head_dim) if cfg.neighbours_turned else ()
+    order = order_of_heads(cfg)
 
     def first(group: int) -> Source:
         return QKV(qkv("weight"), heads, hidden // group, order)
@@ -151,6 +150,17 @@ def _heads_sources(dims: Dims, at: str) -> dict[str, Source]:
     if cfg.sinks:
         found["sinks"] = OfHeads(f"{at}.self_attn.sinks", replace(heads, head_dim=1))
     return found
+
+
+def heads_of(dims: Dims) -> Heads:
+    """How the heads of tensors lie in parameters, where each kv head has its own keys."""
+    cfg = dims.cfg
+    return Heads(cfg.num_kv_heads, cfg.group, cfg.head_dim, dims.replicas, dims.group)
+
+
+def order_of_heads(cfg: ModelConfig) -> tuple[int, ...]:
+    """The row of a query's or key's head for each entry, where the orders differ."""
+    return _halves_last(0, cfg.head_dim) if cfg.neighbours_turned else ()
 
 
 def _latent_sources(dims: Dims, at: str) -> dict[str, Source]:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int32
 
 from model import kernels
+from model.adapted import chosen
 from model.attention import Attend, ChunkBatch, Listed, Rows, attention
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
@@ -31,10 +31,18 @@ from model.page_groups import (
     or_dropped,
     place_of,
 )
-from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
+from model.params import (
+    Params,
+    Segment,
+    dense_layer_bytes,
+    lora_leaves,
+    param_leaves,
+    random_leaves,
+    segments,
+)
 from model.products import LayerWeights, Matrix, product, up_to_last, zeros_after
 from model.rope import rope_frequencies
-from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
+from model.sharding import Dims, LoraShape, Stacks, gather_shards, kv_spec
 
 # On CPU, dense layers from this size on have arrays of their own (docs/adr/0029); smaller ones
 # stay in the processor's cache, and a copy out of a stack costs less than compiling every layer.
@@ -77,11 +85,12 @@ class Model:
         coded: tuple[str, ...] = (),
         codes: str = "fp8",
         narrow: tuple[tuple[str, str], ...] = (),
+        lora: LoraShape | None = None,
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacks, redundant_experts, coded, codes, narrow: see Dims; stacks None means
-        the fastest.
+        share_experts, stacks, redundant_experts, coded, codes, narrow, lora: see Dims; stacks None
+        means the fastest.
         platform: what the forms of operations are chosen for; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
@@ -97,7 +106,7 @@ class Model:
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(dims, kind))
         as_head = cfg.tie_word_embeddings and platform == "cpu"
-        dims = replace(dims, stacks=stacks, narrow=narrow, tied_as_head=as_head)
+        dims = replace(dims, stacks=stacks, narrow=narrow, tied_as_head=as_head, lora=lora)
         shape = kernels.attention_shape(dims, target, kind.name, page_size)
         routed = kernels.experts_shape(dims, target, kind.name)
         chosen = Kernels(
@@ -131,12 +140,17 @@ class Model:
         return kv_spec(self.dims, self.page_size, dtype or self.dtype.name)
 
     def param_leaves(self) -> Params:
-        """Shapes, dtypes and shardings of the parameters, in their tree."""
+        """Shapes, dtypes and shardings of the parameters, in their tree, without adapters."""
         return param_leaves(self.dims, self.dtype)
 
+    def lora_leaves(self) -> Params:
+        """Those of adapters; empty where there are none."""
+        return {"lora": lora_leaves(self.dims, self.dtype)} if self.dims.lora else {}
+
     def param_specs(self) -> Params:
-        """How each parameter is split over the mesh, in their tree."""
-        specs: Params = jax.tree.map(lambda leaf: leaf.spec, self.param_leaves())
+        """How each parameter is split over the mesh, in their tree, those of adapters too."""
+        leaves = self.param_leaves() | self.lora_leaves()
+        specs: Params = jax.tree.map(lambda leaf: leaf.spec, leaves)
         return specs
 
 
@@ -165,13 +179,14 @@ class _Kind(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What both kinds of step share, per row. used: see model.products.Matrix."""
+    """What both kinds of step share, per row. used, adapters: see model.products.LayerWeights."""
 
     token_ids: Int32[Array, " rows"]
     positions: Int32[Array, " rows"]
     kv_idx: Int32[Array, "groups rows"]
     live: Bool[Array, " rows"]
     used: Int32[Array, ""] | None = None
+    adapters: Float[Array, "rows adapters"] | None = None
 
 
 class _Carry(NamedTuple):
@@ -228,13 +243,14 @@ def decode_rows(
     expert_map: ExpertMap | None = None,
     loads: Int32[Array, "1 layers experts"] | None = None,
     ring: Int32[Array, "rows ring"] | None = None,
+    adapters: Int32[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows hidden"], PagePool, Array | None]:
     """One token of every row of one rank through the network; inside `on_ranks`.
 
     positions: below zero marks a padding row, whose key and value are dropped.
     page_table: pages of row b in order of position; entries past its length are ignored.
-    kv_idx: page * page_size + offset of the token. ring: see model.page_groups. Returns as
-    `prefill_rows`.
+    kv_idx: page * page_size + offset of the token. ring: see model.page_groups. adapters: see
+    model.adapted; None: no row has one. Returns as `prefill_rows`.
     """
     live = positions >= 0
     dropped = or_dropped(live, kv_idx)
@@ -250,7 +266,8 @@ def decode_rows(
         out: Array = kernel(q, pool, place.layer, *rows.of(place.group), sinks, window)
         return out
 
-    inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
+    own = _chosen(model, adapters)
+    inputs = _Inputs(token_ids, positions, rows.kv_idx, live, adapters=own)
     out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend)
     return out.x, out.pool, out.loads
 
@@ -264,55 +281,6 @@ def row_logits(
         table = params["embed" if turned else "lm_head"]
         head = Matrix(table, None, model.dtype, model.on_cpu, turned=turned)
         return gather_shards(product(hidden, head))[:, : model.cfg.vocab_size]
-
-
-# --- the same over a whole mesh, all but parameters and pool replicated ---------------------------
-
-
-def prefill_hidden(
-    model: Model, params: Params, pool: PagePool, batch: ChunkBatch
-) -> tuple[Float[Array, "tokens hidden"], PagePool]:
-    """`prefill_rows` over a mesh; all ranks do the same, each in its own pages.
-
-    pool: sharded by rank and kv head, donated by the caller's jit.
-    """
-    run = on_ranks(
-        model.mesh,
-        lambda *args: prefill_rows(model, *args)[:2],
-        (model.param_specs(), POOL_SPEC, P()),
-        (P(), POOL_SPEC),
-    )
-    hidden, pool = run(params, pool, batch)
-    return hidden, pool
-
-
-def decode_hidden(
-    model: Model,
-    params: Params,
-    pool: PagePool,
-    token_ids: Int32[Array, " rows"],
-    positions: Int32[Array, " rows"],
-    page_table: Int32[Array, "rows pages_per_row"],
-    kv_idx: Int32[Array, " rows"],
-) -> tuple[Float[Array, "rows hidden"], PagePool]:
-    """`decode_rows`; see prefill_hidden."""
-    run = on_ranks(
-        model.mesh,
-        lambda *args: decode_rows(model, *args)[:2],
-        (model.param_specs(), POOL_SPEC, P(), P(), P(), P()),
-        (P(), POOL_SPEC),
-    )
-    hidden, pool = run(params, pool, token_ids, positions, page_table, kv_idx)
-    return hidden, pool
-
-
-def logits(
-    model: Model, params: Params, hidden: Float[Array, "rows hidden"]
-) -> Float[Array, "rows vocab"]:
-    """`row_logits`; see prefill_hidden."""
-    run = on_ranks(model.mesh, partial(row_logits, model), (model.param_specs(), P()), P())
-    found: Array = run(params, hidden)
-    return found
 
 
 def random_params(model: Model, seed: int) -> Params:
@@ -355,9 +323,16 @@ def _prefill(
     dropped = or_dropped(live, batch.kv_idx)
     kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
     used = up_to_last(live) if model.on_cpu else None  # an accelerator waits for weights
-    inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live, used)
+    adapters = _chosen(model, batch.adapters)
+    inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live, used, adapters)
     placed = _placed(model, expert_map)
     return _layers(model, params, pool, inputs, placed, loads, attend, listed, watch)
+
+
+def _chosen(model: Model, adapters: Array | None) -> Array | None:
+    """Which of the adapters each row has; None where the model has none, or no row has one."""
+    shape = model.dims.lora
+    return None if adapters is None or shape is None else chosen(adapters, shape.num)
 
 
 def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap | None:
@@ -394,7 +369,10 @@ def _layers(
         own = kind, idx, layer, weights, carry
         return _block(model, *own, inputs, rows, expert_map, attend, listed, watch)
 
-    for run, stacks in zip(segments(model.dims), params["layers"], strict=True):
+    runs = segments(model.dims)
+    lora: tuple[Weights, ...] = params.get("lora") or ({},) * len(runs)
+    for run, base, added in zip(runs, params["layers"], lora, strict=True):
+        stacks = base | added
         alone = run.num_layers == 1
         group = group_of_layer(cfg, run.first) if alone else None
         carry = _run(model, run, stacks, carry, partial(block, _Kind(run.moe, group, alone)))
@@ -451,7 +429,8 @@ def _block(
     cfg = model.cfg
     x, added, pool, loads, seen = carry
     stacked = _read_in_stacks(model, kind.alone)
-    weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx, inputs.used)
+    of_rows = inputs.used, inputs.adapters
+    weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx, *of_rows)
     chosen = model.kernels
     norm, eps = chosen.add_and_norm, cfg.rms_norm_eps
     x, inner = norm(x, added[None], weights["attn_norm"], eps)
@@ -485,7 +464,7 @@ def _block(
         if cfg.shared_intermediate_size:
             out += shared_experts(inner, weights)
     else:
-        out = feed_forward(inner, weights.matrix("gate_up"), weights.matrix("down"))
+        out = feed_forward(inner, weights)
     if watch is not None:
         seen = watch.layer(seen, layer, x + out.astype(x.dtype), routing)
     return _Carry(x, out, pool, loads, seen)

@@ -17,6 +17,7 @@ from model.coded import CODE_DTYPES
 from model.coded_tensors import codes_to_keep, shown
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.lora import Adapter, AdapterFiles, lora_sources
 from model.orbax import is_orbax
 from model.params import Leaf, Params
 from model.quantised import open_checkpoint
@@ -50,7 +51,7 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     """
     folder = Path(path)
     leaves, tree = jax.tree.flatten(model.param_leaves())
-    done, total = 0, stored_bytes(model)
+    done, total = 0, _bytes_of(leaves, model)
 
     def arrived(num_bytes: int) -> None:
         nonlocal done
@@ -62,11 +63,32 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
         return orbax.load_params(folder, model, arrived)
     files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
     sources = jax.tree.leaves(checked_sources(files, model.dims))
+    codes = CODE_DTYPES[model.dims.codes]
     made = [
-        _place(files, source, leaf, model, arrived)
+        _place(shown(files, leaf, codes), source, leaf, model, arrived)
         for source, leaf in zip(sources, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, made)
+
+
+def load_adapters(adapters: Sequence[Adapter], model: Model) -> Params:
+    """The parameters of adapters that the model was made for, to be added to its own.
+
+    Raises ModelError, one line, naming file and tensor: wrong shape or dtype, a missing tensor.
+    """
+    files, leaves = AdapterFiles(adapters), model.lora_leaves()
+    found: Params = {"lora": lora_sources(model.dims, adapters)} if leaves else {}
+    sources = jax.tree.leaves(found)
+    for source in sources:
+        for name, shape in source.expected():
+            files.check(name, shape)
+    flat, tree = jax.tree.flatten(leaves)
+    made = [
+        _place(files, source, leaf, model, lambda _: None)
+        for source, leaf in zip(sources, flat, strict=True)
+    ]
+    added: Params = jax.tree.unflatten(tree, made)
+    return added
 
 
 def coded_parameters(
@@ -135,9 +157,11 @@ def _narrow(stored: Mapping[str, set[str]]) -> tuple[tuple[str, str], ...]:
 
 def stored_bytes(model: Model) -> int:
     """Bytes of the parameters on this process's devices, replicas counted each time."""
-    shardings = [
-        (leaf, leaf.sharding(model.mesh)) for leaf in jax.tree.leaves(model.param_leaves())
-    ]
+    return _bytes_of(jax.tree.leaves((model.param_leaves(), model.lora_leaves())), model)
+
+
+def _bytes_of(leaves: Sequence[Leaf], model: Model) -> int:
+    shardings = [(leaf, leaf.sharding(model.mesh)) for leaf in leaves]
     return sum(
         int(np.prod(sharding.shard_shape(leaf.shape)))
         * leaf.dtype.itemsize
@@ -147,10 +171,10 @@ def stored_bytes(model: Model) -> int:
 
 
 def _place(
-    files: Checkpoint, source: Source, leaf: Leaf, model: Model, arrived: Callable[[int], None]
+    files: Files, source: Source, leaf: Leaf, model: Model, arrived: Callable[[int], None]
 ) -> Array:
     """One parameter, shard by shard; a shard that several devices hold is read once."""
-    sharding, codes = leaf.sharding(model.mesh), CODE_DTYPES[model.dims.codes]
+    sharding = leaf.sharding(model.mesh)
     homes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         assert index is not None
@@ -161,7 +185,7 @@ def _place(
     zeros = _zeros if model.dims.ep == 1 else np.zeros
     for bounds, devices in homes.items():
         out = zeros([stop - start for start, stop in bounds], leaf.dtype)
-        _fill(shown(files, leaf, codes), source, leaf, tuple(slice(*b) for b in bounds), out)
+        _fill(files, source, leaf, tuple(slice(*b) for b in bounds), out)
         for device in devices:
             shards.append(jax.device_put(out, device))
             arrived(out.nbytes)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from model.adapted import NO_ADAPTER
 from model.buckets import pages_for
 from model.pieces import ChunkLimits, Piece, pack
 from transfer.pages import PagePool
@@ -29,6 +30,7 @@ class Prompt:
     arrival_s: float
     salt: str = ""
     logprobs_start: int = -1  # positions >= start need logits; -1 = none
+    adapter: int = NO_ADAPTER
     rank: int = -1  # data-parallel rank, dictated or chosen; -1: not yet
     num_foreseen: int = 0  # tokens that its rank's cache and the host had when it was bound
     pages_foreseen: int = 0  # those of its pages that the cache had

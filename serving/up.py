@@ -37,7 +37,7 @@ _PROBE_TIMEOUT_S = 5.0
 # These flags of `up` take no role as a prefix: they go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
 # Nor do these: workers of both roles must agree in them, or no page could pass between them.
-_ALIKE = ("load_format", "dtype", "page_size", "kv_cache_dtype")
+_ALIKE = ("load_format", "lora_paths", "dtype", "page_size", "kv_cache_dtype")
 _MEETING_PORTS = range(20_000, 32_000)
 _QUEUED = WorkerConfig.max_queued_requests
 _MOST_GROUPS = 256  # of one role on one machine

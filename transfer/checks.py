@@ -2,10 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transfer.errors import ConfigError
 from transfer.flag_names import flag_name
+
+
+class NamedPath(NamedTuple):
+    """One of several paths that a flag names: NAME=PATH."""
+
+    name: str
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
 
 
 def at_least(config: Any, name: str, least: float) -> None:

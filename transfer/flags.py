@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin
 
 from model.errors import MemoryShortage, ModelError, NodeLost
 from transfer import logs, open_files, signals, terminal
-from transfer.checks import is_there
+from transfer.checks import NamedPath, is_there
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
 from transfer.flag_names import flag_name, hint
@@ -124,6 +124,8 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Union:
         return _number_or_word(hint)
+    if get_origin(hint) is tuple and get_args(hint)[0] is NamedPath:
+        return {"type": _named_path, "metavar": "NAME=PATH", "nargs": "+"}
     if get_origin(hint) is tuple:
         return {"type": _texts, "metavar": "JSON"}
     if isinstance(hint, UnionType):
@@ -158,6 +160,13 @@ def _texts(text: str) -> tuple[str, ...]:
         message = f"""expected a JSON list of texts, such as '["a"]', got {text!r}"""
         raise argparse.ArgumentTypeError(message)
     return tuple(value)
+
+
+def _named_path(text: str) -> NamedPath:
+    name, _, place = text.partition("=")
+    if not name or not place or not name.isprintable():
+        raise argparse.ArgumentTypeError(f"expected NAME=PATH, got {text!r}")
+    return NamedPath(name, Path(place))
 
 
 def path(text: str) -> Path:
@@ -198,7 +207,8 @@ def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", 
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         for dest in (field.name, f"{prefix}_{field.name}"):
             if hasattr(args, dest):
-                values[field.name] = getattr(args, dest)
+                value = getattr(args, dest)
+                values[field.name] = tuple(value) if isinstance(value, list) else value
     values.update(more)
     return config(**values)
 
@@ -213,6 +223,8 @@ def argv_of(config: Any) -> list[str]:
         name = flag_name(field.name)
         if isinstance(value, bool):
             argv.append(name if value else name.replace("--", "--no-", 1))
+        elif isinstance(value, tuple) and isinstance(value[0], NamedPath):
+            argv += [name, *map(str, value)]
         elif isinstance(value, tuple):
             argv.append(f"{name}={json.dumps(value)}")
         else:

@@ -17,8 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from model.config import ModelConfig
 from model.eplb import TRIVIAL
 from model.executables import digest_of_sources
+from model.lora import adapters_digest, read_adapters
 from model.weights import dummy_digest, model_digest
 from transfer import ports, wire
 from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
@@ -46,6 +48,7 @@ _OWN: Final = frozenset(
         "node_rank",
         "dist_init_addr",
         "model_path",
+        "lora_paths",  # their content is compared instead
         "served_model_name",
         "expert_distribution_file",
         "profile_dir",
@@ -260,7 +263,8 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     settings |= {flag_name(name): str(value) for name, value in flags_alike.items()}
     settings["--init-expert-location"] = _location(config.init_expert_location)
     digest_of = dummy_digest if config.load_format == "dummy" else model_digest
-    settings["model digest"] = digest_of(config.model_path)
+    adapters = read_adapters(config.lora_paths, ModelConfig.from_dir(config.model_path))
+    settings["model digest"] = digest_of(config.model_path) + adapters_digest(adapters)
     return settings
 
 

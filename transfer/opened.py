@@ -27,6 +27,7 @@ def open_configured(
         placing=config.placing,
         quantization=config.quantization,
         load_format=config.load_format,
+        lora_paths=config.lora_paths,
         before_weights=before_weights,
     )
     return dataclasses.replace(opened, kept=ExecutableCache.beside_compiled())
@@ -41,6 +42,7 @@ class PoolFacts:
     logical_kv_heads: int
     stored_kv_heads: int
     window: int = 0  # positions seen by windowed layers with pages of their own; 0: none have any
+    adapters: tuple[str, ...] = ()  # their names
 
     @staticmethod
     def of(opened: OpenedModel) -> "PoolFacts":
@@ -50,6 +52,7 @@ class PoolFacts:
             opened.logical_kv_heads,
             opened.kv.num_kv_heads,
             opened.model.cfg.sliding_window if opened.kv.groups > 1 else 0,
+            opened.adapters,
         )
 
     @property

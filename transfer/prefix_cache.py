@@ -18,6 +18,11 @@ from transfer.host_pages import HostPages
 from transfer.pages import PagePool
 
 
+def salt_of(adapter: str, cache_salt: str) -> str:
+    """What requests must have alike to share pages: with an adapter, pages hold other numbers."""
+    return f"{adapter}\0{cache_salt}"
+
+
 def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
     """Tokens of a prompt that a cached prefix may replace.
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from model import members, processors
+from model.adapted import NO_ADAPTER
 from model.calls import Calls
 from model.chunks import ChunkInFlight
 from model.errors import ProfileError
@@ -234,6 +235,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
                 f"data-parallel rank {rank}, {self.worker_id()} has dp size {self.config.dp_size}"
             )
             return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
+        if submit.adapter and submit.adapter not in self._facts.adapters:
+            known = ", ".join(self._facts.adapters) or "none"
+            message = f"adapter {submit.adapter!r}; this {self.role} worker has: {known}"
+            return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
         num_tokens = self.request_tokens(submit)
         limit = self._facts.request_limit(self._num_pages)
         if num_tokens > limit:
@@ -251,6 +256,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def dictated_rank(self, submit: wire.Submit) -> int:
         """The data-parallel rank of this worker that the submit asks for; -1: any."""
         return submit.routed_dp_rank if self.role == "decode" else submit.disagg_prefill_dp_rank
+
+    def adapter_of(self, submit: wire.Submit) -> int:
+        """Which of the model's adapters the request has, see model/adapted.py."""
+        return self._facts.adapters.index(submit.adapter) if submit.adapter else NO_ADAPTER
 
     # --- prompts computed here -------------------------------------------------------------------
 
@@ -417,6 +426,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             max_request_tokens=PoolFacts.of(opened).request_limit(num_pages),
             stored_kv_heads=kv.num_kv_heads,
             dtype=opened.model.dtype.name,
+            adapters=opened.adapters,
             transfer_backend=config.disaggregation_transfer_backend,
             host_identity=host_identity(),
             **more,

@@ -14,7 +14,7 @@ import numpy as np
 from transfer.errors import BadMessage
 from transfer.numbers import I32, I64, AtLeastOne, Count
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 # The most that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -75,6 +75,7 @@ class Submit(Message):
     prefill: WorkerRef
     decode: WorkerRef
     cache_salt: str = ""  # requests share cached prefixes only within one salt
+    adapter: str = ""  # the name of one of the workers' adapters; "" = the model alone
     # Data-parallel ranks fixed for the two workers; -1: the worker chooses.
     routed_dp_rank: I32 = -1  # of decode
     disagg_prefill_dp_rank: I32 = -1
@@ -273,6 +274,7 @@ class WorkerInfo(Message):
     transfer_backend: str = "tcp"  # auto, tcp, shm or nixl
     host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
     local_prefill_tokens: int = 0  # decode: longest prompt that it computes itself
+    adapters: tuple[str, ...] = ()  # their names
     host_pages: int = 0  # what the host's memory keeps of evicted prefixes, at most
     shares_pages: bool = False  # decode: keeps pages that were sent, for prompts that begin alike
     wire_version: int = WIRE_VERSION

@@ -7,6 +7,7 @@ from typing import Literal
 from model.eplb import TRIVIAL, ExpertPolicy
 from transfer import nixl_agent
 from transfer.checks import (
+    NamedPath,
     above_zero,
     at_least,
     at_most,
@@ -36,6 +37,7 @@ class WorkerConfig:
     worker_id: str = ""  # default: role, host and port
     served_model_name: str = ""  # default: the folder's name
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, none are read
+    lora_paths: tuple[NamedPath, ...] = ()  # adapters, each a model of its own in the API
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     context_length: int = 0  # 0 = the model's, at most 4096 on CPU
     cpu_threads: int = 0  # of XLA on CPU; 0 = one for a small network, else all available
@@ -108,6 +110,9 @@ class WorkerConfig:
                 "--enable-hierarchical-cache keeps what the prefix cache evicts, got "
                 "--disable-radix-cache"
             )
+        names = [adapter.name for adapter in self.lora_paths]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"--lora-paths must name each adapter once, got {', '.join(names)}")
         if self.disaggregation_transfer_backend == "nixl":
             nixl_agent.find()
 
@@ -224,6 +229,7 @@ WORKER_HELP = {
     "served_model_name": "model name in the log and in /get_server_info; '': the folder's name; in "
     "the API the model has the name that `serve` is given",
     "load_format": "auto: load the folder's weights; dummy: make random ones, to measure speed",
+    "lora_paths": "low-rank adapters, folders as PEFT writes them, each served as the model NAME",
     "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
     "context_length": "maximum tokens of a request, prompt and output; 0: the model's (at most "
     "4096 on CPU)",

@@ -64,7 +64,7 @@ def prefill_captured(
     batch: ChunkBatch,
     expert_map: ExpertMap | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], PagePool, Captured]:
-    """model.transformer.prefill_hidden that also returns what happened inside."""
+    """model.replicated.prefill_hidden that also returns what happened inside."""
     watch = Watch(partial(nothing_captured, model.cfg), capture_layer)
 
     def shard(

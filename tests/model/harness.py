@@ -15,20 +15,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from model import products
+from model.adapted import NO_ADAPTER
 from model.buckets import DecodeBuckets, decode_buckets
 from model.config import ModelConfig
 from model.config_quantised import codes_of
 from model.kv import init_pool
+from model.lora import lora_shape, read_adapters
 from model.opening import OpenedModel, open_model
+from model.replicated import decode_hidden, logits, prefill_hidden
 from model.sharding import Dims, Stacks, make_mesh
-from model.transformer import (
-    ChunkBatch,
-    Model,
-    decode_hidden,
-    logits,
-    prefill_hidden,
-)
-from model.weights import coded_parameters, load_params, narrow_parameters
+from model.transformer import ChunkBatch, Model
+from model.weights import coded_parameters, load_adapters, load_params, narrow_parameters
 from tests.model.captured import Captured, prefill_captured
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
@@ -82,6 +79,7 @@ class Harness:
         coded: bool | str = False,  # whether to keep codes where possible, or which codes
         narrow: bool = False,  # whether to hold matrices in bfloat16 where the checkpoint does
         optimized: bool = False,  # see compiled_soon
+        lora: Sequence[tuple[str, Path]] = (),  # adapters
     ) -> None:
         self._optimized = optimized
         cfg = ModelConfig.from_dir(checkpoint)
@@ -89,6 +87,7 @@ class Harness:
         codes = codes_of(cfg.quantization, coded if isinstance(coded, str) else "auto")
         how, dims = codes if coded else "none", Dims.of(cfg, mesh, ep > tp, codes=codes)
         names = coded_parameters(checkpoint, dims, how, True)
+        adapters = read_adapters(lora, cfg)
         self.model = Model.create(
             cfg,
             mesh,
@@ -100,8 +99,9 @@ class Harness:
             coded=names,
             codes=codes,
             narrow=narrow_parameters(checkpoint, dims) if narrow else (),
+            lora=lora_shape(adapters),
         )
-        self.params = load_params(checkpoint, self.model)
+        self.params = load_params(checkpoint, self.model) | load_adapters(adapters, self.model)
         self.pages = self.model.kv_spec()
         if page_dtype:
             self.pages = dataclasses.replace(self.pages, dtype=page_dtype)
@@ -121,12 +121,20 @@ class Harness:
     def new_pool(self, num_pages: int = NUM_PAGES) -> jax.Array:
         return init_pool(self.pages, num_pages, self.model.mesh)
 
-    def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[Ran]:
-        """Prefill all prompts in chunks that mix them, then decode all greedily in one batch."""
+    def run(
+        self, prompts: Sequence[list[int]], new_tokens: int, adapters: Sequence[int] = ()
+    ) -> list[Ran]:
+        """Prefill all prompts in chunks that mix them, then decode all greedily in one batch.
+
+        adapters: of each prompt; (): the model has none.
+        """
         pages = scattered_pages([len(p) + new_tokens for p in prompts])
         pool = self.new_pool()
         rows: list[np.ndarray] = []
         for batch in chunks(prompts, pages):
+            if adapters:
+                of_seqs = np.array([*adapters, NO_ADAPTER], np.int32)
+                batch = batch._replace(adapters=i32(of_seqs[np.asarray(batch.seq_idx)]))
             hidden, pool = self._prefill(self.model, self.params, pool, batch)
             rows.append(np.asarray(self._logits(self.model, self.params, hidden)))
         ends = np.cumsum([len(p) for p in prompts])
@@ -135,7 +143,7 @@ class Harness:
         for step in range(new_tokens - 1):
             ids = [int(np.argmax(one[-1])) for one in step_logits]
             positions = [len(p) + step for p in prompts]
-            found, pool = self.decode_step(pool, ids, positions, pages)
+            found, pool = self.decode_step(pool, ids, positions, pages, adapters)
             for one, row in zip(step_logits, found, strict=True):
                 one.append(row)
         return [
@@ -144,7 +152,12 @@ class Harness:
         ]
 
     def decode_step(
-        self, pool: jax.Array, ids: list[int], positions: list[int], pages: list[list[int]]
+        self,
+        pool: jax.Array,
+        ids: list[int],
+        positions: list[int],
+        pages: list[list[int]],
+        adapters: Sequence[int] = (),
     ) -> tuple[np.ndarray, jax.Array]:
         """One step with a padding row at the end. Returns the logits of the other rows."""
         table = np.zeros((len(ids) + 1, MAX_PAGES), np.int32)
@@ -155,7 +168,8 @@ class Harness:
             for at, listed in zip(positions, pages, strict=True)
         ]
         arrays = i32([*ids, 0]), i32([*positions, -1]), i32(table), i32([*kv_idx, 0])
-        hidden, pool = self._decode(self.model, self.params, pool, *arrays)
+        own = i32([*adapters, NO_ADAPTER]) if adapters else None
+        hidden, pool = self._decode(self.model, self.params, pool, *arrays, own)
         found = np.asarray(self._logits(self.model, self.params, hidden))
         return found[:-1], pool
 
@@ -243,5 +257,5 @@ def chunks(
         part += [(0, 0, len(prompts), NUM_PAGES * PAGE_SIZE)] * (size - len(part))
         listed += [(0, len(prompts), 0)] * (PAGE_LIST - used)
         columns = [*zip(*part, strict=True)], [*zip(*listed, strict=True)]
-        found.append(ChunkBatch._make(map(i32, [*columns[0], *columns[1], used])))
+        found.append(ChunkBatch(*map(i32, [*columns[0], *columns[1], used])))
     return found

@@ -9,8 +9,9 @@ import pytest
 from model.config import FP8, ModelConfig
 from model.kv import abstract_pages, gather_pages, write_pages
 from model.params import dense_layer_bytes
+from model.replicated import decode_hidden, prefill_hidden
 from model.sharding import POOL_SPEC, RANKS, Stacks, make_mesh, on_ranks
-from model.transformer import ChunkBatch, Model, decode_hidden, prefill_hidden
+from model.transformer import ChunkBatch, Model
 from tests.model.harness import GOLDENS
 
 SMALL, LARGE = 64, 1024

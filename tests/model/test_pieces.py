@@ -61,6 +61,7 @@ class Prompt:
     token_ids: Any = None
     pages: Any = ()
     wants_logprobs: bool = False
+    adapter: int = -1
 
 
 def packed(lengths: list[int], chosen: ChunkLimits) -> list[list[int]]:

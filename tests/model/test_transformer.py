@@ -10,8 +10,9 @@ import pytest
 
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.replicated import logits
 from model.sharding import Stacks, make_mesh
-from model.transformer import Model, logits, random_params
+from model.transformer import Model, random_params
 from tests.model.checkpoints import LLAMA, MISTRAL, QWEN2, QWEN2_WINDOW, forward, write_checkpoint
 from tests.model.harness import GOLDENS, Harness
 

@@ -1,0 +1,45 @@
+"""Products of rows that may each have an adapter: what low rank adds to a matrix (LoRA).
+
+All adapters lie side by side in two matrices, one into their ranks and one out of them. Every row
+is multiplied by all of them, and what is not of its own adapter becomes zero in between. So a
+program does the same whatever its rows ask for, and gathers no weights: some hundred more columns
+cost less than that. Source: arXiv:2106.09685, section 4.1.
+"""
+
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from model.products import LayerWeights, product
+
+INTO, OUT_OF = "_lora_a", "_lora_b"  # suffixes of a parameter's two matrices
+NO_ADAPTER: Final = -1
+
+
+def chosen(adapters: Int32[Array, " rows"], num: int) -> Float[Array, "rows adapters"]:
+    """One where a row has an adapter, else zero; NO_ADAPTER: it has none of them."""
+    return jax.nn.one_hot(adapters, num, dtype=jnp.float32)
+
+
+def with_adapters(
+    parts: Float[Array, "parts rows b"],
+    x: Float[Array, "rows a"],
+    weights: LayerWeights,
+    name: str,
+    inputs: int = 1,
+) -> Float[Array, "parts rows b"]:
+    """The product of x and a parameter, with what each row's adapter adds to it; float32.
+
+    parts: the product, see model.products.product_parts. inputs: see LayerWeights.matrix.
+    """
+    if weights.adapters is None or name + INTO not in weights:
+        return parts
+    with jax.named_scope("adapters"):
+        rows, num = weights.adapters.shape
+        inner = product(x, weights.matrix(name + INTO, inputs))
+        inner = inner.reshape(rows, num, -1) * weights.adapters[:, :, None]
+        added = product(inner.reshape(rows, -1), weights.matrix(name + OUT_OF))
+        return parts.at[0].add(added)
