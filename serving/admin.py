@@ -25,9 +25,10 @@ from serving.loads import loads_answer
 from serving.messages_api import MessagesReader
 from serving.messages_fields import read_count
 from serving.metrics import CONTENT_TYPE
+from serving.model_names import adapter_of
 from serving.openai_api import ChatReader
 from serving.prompt import Prompt
-from serving.protocol import ChoiceAsk, Request, Shown, check_model
+from serving.protocol import ChoiceAsk, Request, Shown
 from serving.ranges import check_token_ids
 from serving.responses_api import ResponsesReader
 from serving.responses_fields import read_responses
@@ -166,11 +167,12 @@ class Admin:
     # --- the model ---
 
     async def models(self, request: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+        names = "", *(self._model.adapters() or ())
+        return _json({"object": "list", "data": [self._card(name) for name in names]})
 
     async def one_model(self, request: HttpRequest) -> Response:
-        check_model(request.path_params["name"], self._model)
-        return _json(self._card())
+        adapter = adapter_of(request.path_params["name"], self._model)
+        return _json(self._card(adapter))
 
     async def model_info(self, request: HttpRequest) -> Response:
         path = str(self._front.config.model_path)
@@ -186,14 +188,16 @@ class Admin:
             }
         )
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, adapter: str) -> dict[str, Any]:
+        """adapter: "" for the model alone."""
+        name = adapter or self._model.name
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvferry",
-            "root": self._model.name,
-            "parent": None,
+            "root": name,
+            "parent": self._model.name if adapter else None,
             "max_model_len": self._model.context_length(),
         }
 
@@ -205,7 +209,7 @@ class Admin:
             fields = read_json(_tokenizes, body)
             del body
             refuse(fields)
-            check_model(fields.model, self._model)
+            adapter_of(fields.model, self._model)
             if (fields.prompt is None) == (fields.messages is None):
                 raise bad_field("prompt", "expected exactly one of prompt and messages")
             timeout_s = self._front.config.request_timeout_s
@@ -284,7 +288,7 @@ class Admin:
         async with self._body(request) as body:
             fields = read_json(_detokenizes, body)
             del body
-            check_model(fields.model, self._model)
+            adapter_of(fields.model, self._model)
             count = len(fields.tokens)
             if count <= INLINE_TOKENS:
                 count += sum(len(item) for item in fields.tokens if isinstance(item, list))

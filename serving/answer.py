@@ -144,6 +144,7 @@ class Runner:
                     arrival_s + self._request_timeout_s,
                     request.cache_salt,
                     request.ranks,
+                    request.adapter,
                     is_probe,
                 )
                 told = None if timeline is None else timeline.choices[place]

@@ -50,9 +50,8 @@ def create_front(
     clock: Clock = SYSTEM_CLOCK,
 ) -> Front:
     """What the routes work with."""
-    model = ServedModel(
-        tokenizer, config, model_config, dispatcher.context_length, dispatcher.dp_size
-    )
+    told = dispatcher.context_length, dispatcher.dp_size, dispatcher.adapters
+    model = ServedModel(tokenizer, config, model_config, *told)
     dispatcher.metrics.gauge(
         "num_queue_grammars", "Grammars waiting to be tried", lambda: model.trial.num_waiting
     )

@@ -188,6 +188,10 @@ class Dispatcher:
         """
         return self._membership.dp_size(role)
 
+    def adapters(self) -> tuple[str, ...] | None:
+        """The names of the workers' adapters, as last known; None before any worker was seen."""
+        return self._membership.adapters
+
     def members(self) -> tuple[wire.Member, ...]:
         """The cluster as last told by the registry."""
         return self._membership.members

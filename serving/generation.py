@@ -76,6 +76,7 @@ class GenerationSpec:
     deadline_s: float
     cache_salt: str = ""
     ranks: Ranks = ANY_RANKS
+    adapter: str = ""
     is_probe: bool = False  # not a client's request: metrics of requests leave it out
 
 
@@ -203,6 +204,7 @@ class Generation:
             prefill=_ref(self.pair.prefill),
             decode=_ref(self.pair.decode),
             cache_salt=spec.cache_salt,
+            adapter=spec.adapter,
             routed_dp_rank=self.pair.decode_rank,
             disagg_prefill_dp_rank=self.pair.prefill_rank,
         )

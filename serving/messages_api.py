@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from serving.arrival import Arrival
 from serving.messages_answers import MessagesAnswer
 from serving.messages_fields import OWN_NAMES, MessagesFields, chat_of, format_name
+from serving.model_names import name_of
 from serving.openai_api import ChatReader
 from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
@@ -31,8 +32,8 @@ class MessagesReader(ChatReader):
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """As ChatReader."""
-        model = self._model
-        return MessagesAnswer(request, self.asked, model.tokenizer, model.name, self.parsing)
+        model, name = self._model, name_of(request, self._model)
+        return MessagesAnswer(request, self.asked, model.tokenizer, name, self.parsing)
 
     def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """As much of max_tokens as the context has left: here a request has to name some number."""

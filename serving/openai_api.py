@@ -27,6 +27,7 @@ from serving.errors import bad_field, not_served, too_long
 from serving.forms import JSON_FORMATS, check_end, form_of
 from serving.grammar import Form, grammar_text
 from serving.harmony import MARKERS
+from serving.model_names import adapter_of, name_of
 from serving.openai_answers import chat_answer, completion_answer
 from serving.openai_fields import (
     ChatFields,
@@ -42,7 +43,6 @@ from serving.protocol import (
     ServedModel,
     Shown,
     check_logprobs,
-    check_model,
     check_room,
     check_size,
     fit_tokens,
@@ -73,7 +73,7 @@ class _Reader[F: OpenAIFields]:
 
     def __init__(self, fields: F, model: ServedModel) -> None:
         """Raises ApiError if a field that both have is wrong."""
-        check_model(fields.model, model)
+        self._adapter = adapter_of(fields.model, model)
         self._fields = fields
         self._model = model
         self._n = num_choices(fields.n)
@@ -133,6 +133,7 @@ class _Reader[F: OpenAIFields]:
             continuous_usage=bool(options.continuous_usage_stats),
             cache_salt=salt_of(fields.cache_salt, fields.extra_key),
             ranks=self._ranks,
+            adapter=self._adapter,
         )
 
 
@@ -185,7 +186,8 @@ class CompletionReader(_Reader[CompletionFields]):
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
-        return completion_answer(request, self._model.tokenizer, self._model.name, arrival.created)
+        name = name_of(request, self._model)
+        return completion_answer(request, self._model.tokenizer, name, arrival.created)
 
     def _fit(self, num_prompt: int) -> int:
         length = self._model.context_length()
@@ -339,7 +341,8 @@ class ChatReader(_Reader[ChatFields]):
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
         model = self._model
-        return chat_answer(request, model.tokenizer, model.name, arrival.created, self.parsing)
+        name = name_of(request, model)
+        return chat_answer(request, model.tokenizer, name, arrival.created, self.parsing)
 
     def _fit(self, num_prompt: int, asked: int | None, default: int | None) -> int:
         """max_new_tokens, as fit_tokens has it."""

@@ -16,6 +16,7 @@ from serving.worker_link import WorkerLink
 from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
+from transfer.prefix_cache import salt_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Placement:
             self._clock.monotonic_s(),
             generation.avoid,
             generation.spec.prompt,
-            generation.spec.cache_salt,
+            salt_of(generation.spec.adapter, generation.spec.cache_salt),
             self._membership.stalled(),
             generation.spec.ranks,
             may_be_local=generation.may_be_local,

@@ -91,6 +91,7 @@ class Request:
     continuous_usage: bool = False
     cache_salt: str = ""
     ranks: Ranks = ANY_RANKS
+    adapter: str = ""  # as in transfer.wire.Submit
 
 
 # --- the model being served ---------------------------------------------------------------------
@@ -117,8 +118,12 @@ class ServedModel:
         model_config: ModelConfig,
         workers_context_length: Callable[[], int],
         workers_dp_size: Callable[[wire.Role], int | None] = lambda _: None,
+        adapters: Callable[[], tuple[str, ...] | None] = tuple,
     ) -> None:
-        """While no worker is seen, workers_context_length is 0 and workers_dp_size None."""
+        """While no worker is seen, workers_context_length is 0, the others are None.
+
+        adapters: their names.
+        """
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.model_name
@@ -146,6 +151,7 @@ class ServedModel:
         self._own_context_length = model_config.max_position_embeddings
         self._workers_context_length = workers_context_length
         self._workers_dp_size = workers_dp_size
+        self.adapters = adapters
 
     def context_length(self) -> int:
         """The most tokens that one request may have, prompt and output together."""
@@ -334,13 +340,6 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     if longest > MAX_STOP_CHARACTERS:
         raise bad_field("stop", f"at most {MAX_STOP_CHARACTERS} characters, got {longest}")
     return stops
-
-
-def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises ApiError (404) when the request names another model. None and "" mean ours."""
-    if name and name != model.name:
-        message = f"the model {quoted(name)} does not exist; this server has {model.name!r}"
-        raise ApiError(404, f"model: {message}", "model", "model_not_found")
 
 
 def num_choices(n: int | None) -> int:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from serving.arrival import Arrival
 from serving.errors import ApiError
+from serving.model_names import name_of
 from serving.openai_api import ChatReader
 from serving.own_names import by_own_names
 from serving.protocol import Request, ServedModel
@@ -33,9 +34,8 @@ class ResponsesReader(ChatReader):
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """As ChatReader."""
         model, created = self._model, arrival.created
-        return ResponsesAnswer(
-            request, self.asked, model.tokenizer, model.name, created, self.parsing
-        )
+        name = name_of(request, model)
+        return ResponsesAnswer(request, self.asked, model.tokenizer, name, created, self.parsing)
 
     def _places_of_parameters(self) -> Mapping[str, str]:
         return places_of_parameters(self.asked)

@@ -18,6 +18,7 @@ from serving.grammar import grammar_text
 from serving.json_bytes import dumps
 from serving.json_fields import NotServed, read_json, refuse, refuse_unless
 from serving.meta_info import meta_of, token_logprobs, top_logprobs
+from serving.model_names import adapter_of
 from serving.openai_answers import DONE, event
 from serving.prompt import Prompt
 from serving.protocol import (
@@ -73,6 +74,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     rid: str | list[str] | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+    lora_path: str | list[str | None] | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
@@ -82,7 +84,6 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     audio_data: NotServed[Any] = None
     video_data: NotServed[Any] = None
     token_ids_logprob: NotServed[Any] = None
-    lora_path: NotServed[Any] = None
     custom_logit_processor: NotServed[Any] = None
     return_hidden_states: NotServed[Any] = None
     session_params: NotServed[Any] = None
@@ -141,6 +142,8 @@ class GenerateReader:
             for params, wanted, start, top in zip(self._params, returns, starts, tops, strict=True)
         ]
         self._ranks = ranks_of(fields, model)
+        named = _each("lora_path", fields.lora_path, num_prompts)
+        self._adapter = adapter_of(_same("lora_path", named), model, "lora_path")
         self._sampling = [
             self._sampling_of(params, shown)
             for params, shown in zip(self._params, self._shown, strict=True)
@@ -217,6 +220,7 @@ class GenerateReader:
             stream_interval=self._interval,
             cache_salt=salt_of(fields.cache_salt, fields.extra_key),
             ranks=self._ranks,
+            adapter=self._adapter,
         )
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
@@ -236,7 +240,7 @@ def _prompts_of(fields: GenerateFields, vocab_size: int) -> tuple[Sequence[str |
     return lists, not isinstance(given[0], int)
 
 
-def _each[T](name: str, value: T | list[T] | None, count: int) -> list[T | None]:
+def _each[T](name: str, value: T | list[T] | list[T | None] | None, count: int) -> list[T | None]:
     """One value a prompt, from a field that may be a list."""
     if not isinstance(value, list):
         return [value] * count
