@@ -112,7 +112,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._model = model
         self._context_length = context_length
         self._dp_size = num_ranks(model.mesh)
-        self._has_adapters = model.dims.lora is not None
+        self._of_adapters = int(model.dims.lora is not None)  # arrays of a chunk
         self._nowhere = 0  # a position past the pool of a rank
         self._chunk: dict[tuple[int, int], Program] = {}  # by tokens and pages of the list
         self._logprobs: dict[int, Program] = {}  # where they are apart
@@ -222,7 +222,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         seqs, page_size = self.buckets.seqs, self._model.page_size
         tokens = np.zeros((4, bucket), np.int32)  # ids, positions, seq_idx, kv_idx
         tokens[2], tokens[3] = seqs, self._nowhere
-        adapters = np.full((self._has_adapters, bucket), NO_ADAPTER, np.int32)
+        adapters = np.full((self._of_adapters, bucket), NO_ADAPTER, np.int32)
         pages = np.zeros((3, num_pages), np.int32)  # ids, seq, position of first token
         pages[1] = seqs
         last_rows = np.zeros(seqs, np.int32)
@@ -287,7 +287,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         def i32(size: int) -> jax.ShapeDtypeStruct:
             return abstract_i32((self._dp_size * size,), mesh, RANKS)
 
-        sizes = (tokens,) * 4 + (pages,) * 3 + (1,) + (tokens,) * self._has_adapters
+        sizes = (tokens,) * 4 + (pages,) * 3 + (1,) + (tokens,) * self._of_adapters
         batch = _chunk_batch([i32(size) for size in sizes])
         return batch, i32(seqs), abstract_of(np.bool_(False), mesh, P()), i32(tokens)
 

@@ -13,9 +13,7 @@ def adapter_of(name: str | None, model: ServedModel, field: str = "model") -> st
         return ""
     known = model.adapters()
     if known is None:
-        message = (
-            f"{field}: no worker is there yet to tell whether it has {quoted(name)}; try again"
-        )
+        what = f"no worker is there yet to say whether it has {quoted(name)}"
         raise unavailable(f"{field}: {what}; try again", "not_ready")
     if name not in known:
         served = ", ".join(map(repr, (model.name, *known)))
