@@ -48,7 +48,7 @@ def _decode(model: Model, num_pages: int, dtype: str | None = None) -> Any:
 
 def _prefill(model: Model, num_pages: int, dtype: str | None = None) -> Any:
     run = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
-    batch = ChunkBatch._make([*[_i32(16)] * 4, *[_i32(32)] * 3, _i32()])
+    batch = ChunkBatch._make([*[_i32(16)] * 4, *[_i32(32)] * 3, _i32(), None])
     return run.lower(model, _params(model), _pages(model, num_pages, dtype), batch).compile()
 
 

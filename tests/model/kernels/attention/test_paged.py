@@ -130,7 +130,7 @@ def _chunk(page_size: int) -> ChunkBatch:
     positions, seqs = zip(*rows, strict=True)
     nothing = [0] * len(rows)
     per_token = [nothing, positions, seqs, nothing]
-    return ChunkBatch._make(map(i32, [*per_token, *zip(*listed, strict=True), used]))
+    return ChunkBatch(*map(i32, [*per_token, *zip(*listed, strict=True), used]))
 
 
 @pytest.mark.parametrize("cut", PREFILL_CUTS)

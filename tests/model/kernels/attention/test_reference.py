@@ -131,7 +131,7 @@ def test_packed_tokens_see_their_own_sequence_up_to_themselves(
     positions = [position for _, position in rows] + [0]
     seq_idx = [seq for seq, _ in rows] + [3]
     per_token = [[0] * 8, positions, seq_idx, [out_of_range] * 8]
-    batch = ChunkBatch._make(map(i32, [*per_token, *zip(*listed, strict=True), used]))
+    batch = ChunkBatch(*map(i32, [*per_token, *zip(*listed, strict=True), used]))
     for window in _windows(shape):
         arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch
         out = np.asarray(run(*arrays, *_extras(shape, window)))
@@ -256,7 +256,7 @@ def test_a_row_that_sees_nothing_finds_nothing_whatever_the_sinks() -> None:
     pool, q = _pool_and_queries(shape, 2)
     columns = [[0, 0], [5, 5], [0, 1], [0, 0], [31, 2], [0, 1], [0, 0]]
     for used in (1, 0):
-        batch = ChunkBatch._make(map(i32, [*columns, used]))
+        batch = ChunkBatch(*map(i32, [*columns, used]))
         arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch
         out = np.asarray(jax.jit(reference.prefill)(*arrays, *_extras(shape, None)))
         assert (out[1] == 0).all()
@@ -274,7 +274,7 @@ def test_a_tile_of_tokens_reads_the_pages_that_they_see_and_no_others(
     # The first tile has tokens of both sequences.
     columns = [[0] * 4, [95, 17, 60, 271], [0, 1, 1, 1], [0] * 4]
     pages = [ids, np.repeat([0, 1], 18), np.tile(np.arange(18) * PAGE_SIZE, 2), len(ids)]
-    batch = ChunkBatch._make(map(i32, [*columns, *pages]))
+    batch = ChunkBatch(*map(i32, [*columns, *pages]))
     run = jax.jit(reference.prefill)
 
     def is_finite(unread: set[int]) -> bool:
