@@ -62,13 +62,21 @@ _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter. factors: of each module that it changes, "LAYER.MODULE", what its product is
-    multiplied by. ranks: of the same modules."""
+    """One adapter.
+
+    factors: of each module that it changes, "LAYER.MODULE", what its product is multiplied by.
+    ranks: of the same modules.
+    """
 
     name: str
     files: Checkpoint
     factors: Mapping[str, float]
     ranks: Mapping[str, int]
+
+    @property
+    def rank(self) -> int:
+        """Its largest."""
+        return max(self.ranks.values())
 
 
 def read_adapters(folders: Sequence[tuple[str, Path]], cfg: ModelConfig) -> tuple[Adapter, ...]:
@@ -90,14 +98,12 @@ def lora_shape(adapters: Sequence[Adapter]) -> LoraShape | None:
         return None
     changed = {key.partition(".")[2] for adapter in adapters for key in adapter.ranks}
     parameters = tuple(name for name, own in _MODULES.items() if changed.intersection(own))
-    rank = max(max(adapter.ranks.values()) for adapter in adapters)
+    rank = max(adapter.rank for adapter in adapters)
     return LoraShape(len(adapters), rank, parameters)
 
 
 def adapters_digest(adapters: Sequence[Adapter]) -> str:
-    """What to add to a model's digest: "" without any. Their names, in order, are part of it."""
-    if not adapters:
-        return ""
+    """16 hex digits that tell adapters apart by names, order and content."""
     digest = xxhash.xxh3_64()
     for adapter in adapters:
         told = adapter.name, sorted(adapter.factors.items())
@@ -106,7 +112,7 @@ def adapters_digest(adapters: Sequence[Adapter]) -> str:
             shape = adapter.files.shape(name)
             digest.update(f"{name} {adapter.files.dtype(name)} {shape};".encode())
             digest.update(adapter.files.read(name, tuple(map(slice, shape))).tobytes())
-    return f"-lora-{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def lora_sources(dims: Dims, adapters: Sequence[Adapter]) -> tuple[dict[str, Source], ...]:

@@ -20,7 +20,7 @@ from model.errors import ModelError
 from model.executables import ExecutableCache
 from model.host_memory import give_back_freed, total_bytes
 from model.kv import init_pool
-from model.lora import adapters_digest, lora_shape, read_adapters
+from model.lora import Adapter, adapters_digest, lora_shape, read_adapters
 from model.members import any_of_all, least_of_all
 from model.params import Params
 from model.placement import PlacedExperts
@@ -186,10 +186,13 @@ def open_model(
         kv=kv,
         logical_kv_heads=cfg.num_kv_heads,
         context_length=sizes.context_length,
-        digest=_digest(path, model, is_dummy) + adapters_digest(adapters),
+        digest=_digest(path, model, is_dummy, adapters),
         experts=experts,
         adapters=tuple(adapter.name for adapter in adapters),
     )
+    if adapters:
+        names = ", ".join(opened.adapters)
+        log.info("adapters, rank %d at most: %s", max(x.rank for x in adapters), names)
     before_weights(opened)
     params = (_draw if is_dummy else _load)(path, model)
     return replace(opened, params=params | load_adapters(adapters, model))
@@ -249,13 +252,14 @@ def _narrow(path: Path, dims: Dims, dtype: str, is_dummy: bool) -> tuple[tuple[s
     return narrow_parameters(path, dims, is_dummy)
 
 
-def _digest(path: Path, model: Model, is_dummy: bool) -> str:
-    """The digest of the network as it will be loaded."""
+def _digest(path: Path, model: Model, is_dummy: bool, adapters: Sequence[Adapter]) -> str:
+    """The digest of the network as it will be loaded, with its adapters."""
+    dims = model.dims
+    added = f"-lora-{adapters_digest(adapters)}" if adapters else ""
     if is_dummy:
-        dims = model.dims
-        return dummy_digest(path, dims.coded, dims.codes, dims.narrow)
-    rounded = model.dims.coded and not model.cfg.quantization
-    return model_digest(path) + (ROUNDED[model.dims.codes] if rounded else "")
+        return dummy_digest(path, dims.coded, dims.codes, dims.narrow) + added
+    rounded = dims.coded and not model.cfg.quantization
+    return model_digest(path) + (ROUNDED[dims.codes] if rounded else "") + added
 
 
 def _load(path: Path, model: Model) -> Params:

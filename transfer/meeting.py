@@ -263,8 +263,8 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     settings |= {flag_name(name): str(value) for name, value in flags_alike.items()}
     settings["--init-expert-location"] = _location(config.init_expert_location)
     digest_of = dummy_digest if config.load_format == "dummy" else model_digest
-    adapters = read_adapters(config.lora_paths, ModelConfig.from_dir(config.model_path))
-    settings["model digest"] = digest_of(config.model_path) + adapters_digest(adapters)
+    settings["model digest"] = digest_of(config.model_path)
+    settings["--lora-paths"] = _adapters(config)
     return settings
 
 
@@ -279,6 +279,13 @@ def _location(location: str) -> str:
             f"--init-expert-location {location} cannot be read: {error.strerror}"
         ) from error
     return f"a file with digest {hashlib.sha256(told).hexdigest()[:_DIGITS]}"
+
+
+def _adapters(config: WorkerConfig) -> str:
+    """--lora-paths by content, as `_location`."""
+    adapters = read_adapters(config.lora_paths, ModelConfig.from_dir(config.model_path))
+    names = ", ".join(adapter.name for adapter in adapters)
+    return f"{names} with digest {adapters_digest(adapters)}" if adapters else "none"
 
 
 def _free_address(host: str) -> str:

@@ -279,6 +279,14 @@ def test_a_rank_that_there_is_not_is_refused_at_the_door() -> None:
     assert refused.message == "data-parallel rank 1, decode has dp size 1"
 
 
+def test_an_adapter_that_there_is_not_is_refused_at_the_door() -> None:
+    alone, worker = decode()
+    refused = worker.refusal(alone.leg(1, adapter="sql"))
+    assert refused is not None
+    assert refused.code == "bad_request"
+    assert refused.message == "adapter 'sql'; this decode worker has: none"
+
+
 def test_a_leg_tells_when_each_stage_was_and_how_many_steps_it_took() -> None:
     alone, worker = decode()
     alone.submit(1, max_new=4)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import shutil
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 from model import executables, members
 from prefill.config import PrefillConfig
 from tests.certificate import made_security
+from tests.model.harness import GOLDENS
 from tests.ports import free_port
 from tests.recording import until
 from tests.serving.commands import MODEL
 from tests.transfer.samples import PATIENCE_S, SECURITY
 from transfer import group, meeting
+from transfer.checks import NamedPath
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.meeting import Meet, Meeting, Met, Visit, settings_of
 from transfer.rpc import RpcClient, RpcServer, Security
@@ -300,6 +303,22 @@ def test_nodes_compare_versions_flags_and_model_but_not_where_each_is() -> None:
     assert not {"--host", "--port", "--node-rank", "--model-path"} & set(compared)
     dummies = settings_of(dataclasses.replace(CONFIG, load_format="dummy"), "prefill")
     assert dummies["model digest"].endswith("-dummy")
+
+
+def test_nodes_compare_adapters_by_name_and_content(tmp_path: Path) -> None:
+    def told(*adapters: tuple[str, Path]) -> str:
+        paths = tuple(NamedPath(*adapter) for adapter in adapters)
+        config = dataclasses.replace(
+            CONFIG, model_path=GOLDENS / "llama" / "model", lora_paths=paths
+        )
+        return settings_of(config, "prefill")["--lora-paths"]
+
+    adapter, elsewhere = GOLDENS / "lora" / "llama_all", tmp_path / "copy"
+    shutil.copytree(adapter, elsewhere)
+    assert told() == "none"
+    assert told(("a", adapter)) == told(("a", elsewhere))
+    other = GOLDENS / "lora" / "llama_queries"
+    assert len({told(("a", adapter)), told(("b", adapter)), told(("a", other))}) == 3
 
 
 def test_what_is_in_a_file_of_experts_is_compared_and_not_where_it_is(tmp_path: Path) -> None:
