@@ -483,7 +483,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._rank_loads = self._loads.by_rank(self.progress)
 
     def state(self) -> wire.WorkerState:
-        self._admission.check()
+        self._admission.check(each_page=not self._held)
         counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
         if self._keeping is not None:
             counters["host_pages"] = self._keeping.num_pages

@@ -1,14 +1,14 @@
 """Who owns each page: counted references over a fixed set of page ids."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 
 class PagePool:
     """Hands out pages 0 .. num_pages-1. A page is free, or held by one or more references.
 
     Invariant: free pages have count 0 and are in the free list once; all others have a
-    count above 0; num_free + num_held == num_pages. num_kept_alone of the held ones have a single
-    reference, which is a cache's.
+    count above 0; num_free + num_held == num_pages. All counts sum up to num_references.
+    num_kept_alone of the held pages have a single reference, which is a cache's.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -18,6 +18,7 @@ class PagePool:
         self._count = [0] * num_pages
         self._is_kept = bytearray(num_pages)  # a cache has one of the references
         self.num_kept_alone = 0
+        self.num_references = 0
 
     @property
     def num_free(self) -> int:
@@ -43,10 +44,12 @@ class PagePool:
         taken = tuple(self._free.pop() for _ in range(num_pages))
         for page in taken:
             self._count[page] = 1
+        self.num_references += num_pages
         return taken
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Collection[int]) -> None:
         """Add one reference to pages that are held."""
+        self.num_references += len(pages)
         for page in pages:
             assert self._count[page] > 0, f"page {page} is free"
             self._count[page] += 1
@@ -67,8 +70,9 @@ class PagePool:
         self._is_kept[page] = False
         self.release((page,))
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Collection[int]) -> None:
         """Drop one reference; the last one frees the page."""
+        self.num_references -= len(pages)
         for page in pages:
             assert self._count[page] > 0, f"page {page} is free already"
             self._count[page] -= 1
@@ -82,6 +86,7 @@ class PagePool:
         assert len(set(self._free)) == len(self._free)
         assert all(self._count[page] == 0 for page in self._free)
         assert sum(count > 0 for count in self._count) == self.num_held
+        assert sum(self._count) == self.num_references
         kept = [page for page, is_kept in enumerate(self._is_kept) if is_kept]
         assert sum(self._count[page] == 1 for page in kept) == self.num_kept_alone
         assert not any(self._is_kept[page] for page in self._free)

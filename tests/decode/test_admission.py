@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -223,6 +224,30 @@ def test_what_is_cached_is_as_good_as_free_but_for_pages_in_use() -> None:
     desk.release(2)
     assert rooms(desk.admit()) == [3]
     desk.check()
+
+
+@pytest.mark.parametrize("fault", ["lost", "freed", "not kept", "slot", "seat"])
+def test_the_numbers_alone_tell_that_something_is_lost_or_free_too_early(fault: str) -> None:
+    pool = PagePool(16)
+    desk = Admission([pool], 4, PAGE, 0, caching=True)
+    for room in (1, 2):
+        desk.add(room, 12, float(room), sharing=sharing(range(12)))
+        seat = desk.admit()[0]
+        desk.filled(seat, 12)
+    desk.check(each_page=False)
+    match fault:
+        case "lost":
+            seat.pages.pop()
+        case "freed":
+            pool.release(seat.pages[-1:])
+        case "not kept":
+            pool.let_go(seat.pages[0])
+        case "slot":
+            desk._free_slots[0].pop()
+        case "seat":
+            del desk._seats[1]
+    with pytest.raises(AssertionError):
+        desk.check(each_page=False)
 
 
 class AdmissionBesideModel(RuleBasedStateMachine):

@@ -13,6 +13,7 @@ from tests.sim.workers import SimDecode
 from transfer import wire
 from transfer.backend import Finished, FirstToken, PagesArrived, SenderLost
 from transfer.errors import Code
+from transfer.pages import PagePool
 from transfer.worker import Aborted, ApiGone, Submitted
 
 
@@ -48,6 +49,35 @@ def test_a_room_is_granted_the_pages_of_its_prompt() -> None:
     assert len(wire.unpack_i32(grant.page_ids)) == 2
     assert worker.state().pages_held == 3  # one for the first token
     assert worker.receiver.expected == {1}
+
+
+def test_a_report_amid_requests_counts_pages_and_looks_at_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, worker = decode(num_pages=32)
+    start(alone, 1, num_tokens=4 * PAGE)
+    alone.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(PagePool, "refcount", None)
+        assert worker.state().pages_held == 5
+    (pool,) = worker._admission._pools
+    assert pool.reserve(1) is not None  # and nobody has it
+    with pytest.raises(AssertionError):
+        worker.state()
+
+
+def test_a_report_between_requests_looks_at_each_page() -> None:
+    alone, worker = decode(num_pages=32)
+    start(alone, 1, num_tokens=4 * PAGE)
+    while alone.turn():
+        pass
+    assert worker.state().pages_cached == 4
+    (pool,) = worker._admission._pools
+    first, second, *_ = worker._admission.caches[0].pages
+    pool.share((first,))
+    pool.release((second,))
+    with pytest.raises(AssertionError):
+        worker.state()
 
 
 def test_a_request_runs_to_its_length_and_gives_everything_back() -> None:

@@ -60,6 +60,7 @@ def test_answers_like_the_naive_model_on_random_events(seed: int) -> None:
                 kept.remove(page)
         pool.check()
         assert pool.num_kept_alone == sum(naive.counts[page] == 1 for page in kept)
+        assert pool.num_references == sum(naive.counts.values())
         assert pool.num_free == len(naive.free)
         assert pool.num_free + pool.num_held == num_pages
         assert {page: pool.refcount(page) for page in range(num_pages)} == naive.counts
