@@ -56,19 +56,21 @@ class PagePool:
             if self._count[page] == 2:
                 self.num_kept_alone -= self._is_kept[page]
 
-    def keep(self, page: int) -> None:
-        """Add a cache's reference to a page that is held; a page has one of them at most."""
-        assert not self._is_kept[page], f"page {page} is kept already"
-        self.share((page,))
-        self._is_kept[page] = True
+    def keep(self, pages: Collection[int]) -> None:
+        """Add a cache's reference to pages that are held; a page has one of them at most."""
+        self.share(pages)
+        for page in pages:
+            assert not self._is_kept[page], f"page {page} is kept already"
+            self._is_kept[page] = True
 
-    def let_go(self, page: int) -> None:
-        """Drop a cache's reference."""
-        assert self._is_kept[page], f"page {page} is not kept"
-        if self._count[page] == 1:
-            self.num_kept_alone -= 1
-        self._is_kept[page] = False
-        self.release((page,))
+    def let_go(self, pages: Collection[int]) -> None:
+        """Drop a cache's reference to each of these pages."""
+        for page in pages:
+            assert self._is_kept[page], f"page {page} is not kept"
+            if self._count[page] == 1:
+                self.num_kept_alone -= 1
+            self._is_kept[page] = False
+        self.release(pages)
 
     def release(self, pages: Collection[int]) -> None:
         """Drop one reference; the last one frees the page."""

@@ -160,10 +160,10 @@ class PrefixCache:
 
         A prefix that is known already keeps its page: the newcomer's copy stays the caller's.
         """
-        for digest, page in zip(chain, pages, strict=False):  # chain is empty when disabled
-            if digest not in self._pages:
-                self._pool.keep(page)
-                self._pages[digest] = page
+        named = zip(chain, pages, strict=False)  # chain is empty when disabled
+        new = {digest: page for digest, page in named if digest not in self._pages}
+        self._pool.keep(new.values())
+        self._pages.update(new)
         self._touch(chain)
 
     def restore(self, chain: Sequence[bytes], pages: Sequence[int], num_cached: int) -> None:
@@ -175,17 +175,13 @@ class PrefixCache:
 
     def evict(self, num_pages: int) -> int:
         """Free up to num_pages pages that nobody else holds, oldest first; returns how many."""
-        victims: list[bytes] = []
-        for digest, page in self._pages.items():
-            if len(victims) == num_pages:
-                break
-            if self._pool.refcount(page) == 1:
-                victims.append(digest)
-        for digest in victims:
-            page = self._pages.pop(digest)
-            self._pool.let_go(page)
-            if self.host is not None:
-                self.evicted.append((digest, page))
+        refcount = self._pool.refcount
+        alone = (digest for digest, page in self._pages.items() if refcount(page) == 1)
+        victims = list(islice(alone, num_pages))
+        pages = [self._pages.pop(digest) for digest in victims]
+        self._pool.let_go(pages)
+        if self.host is not None:
+            self.evicted += zip(victims, pages, strict=True)
         return len(victims)
 
     def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:

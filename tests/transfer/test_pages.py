@@ -50,12 +50,12 @@ def test_answers_like_the_naive_model_on_random_events(seed: int) -> None:
                     naive.counts[page] -= 1
             case "keep" if held:
                 for page in set(rng.choice(held)[:1]) - kept:
-                    pool.keep(page)
+                    pool.keep([page])
                     naive.counts[page] += 1
                     kept.add(page)
             case "let go" if kept:
                 page = rng.choice(sorted(kept))
-                pool.let_go(page)
+                pool.let_go([page])
                 naive.counts[page] -= 1
                 kept.remove(page)
         pool.check()
