@@ -22,14 +22,13 @@ from jax.sharding import PartitionSpec as P
 from decode.draws import Draws, width_of
 from decode.local import LocalPrompt
 from decode.step import SlotState, admit_slots, decode_step, mask_slots, try_tokens
-from model.adapted import NO_ADAPTER
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import GatheredRuns, PlacedRuns
-from model.pieces import Piece
+from model.pieces import NO_ADAPTER, Piece
 from model.placement import ExpertArgs
 from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import Asks, SampleOut, allowed_mask, empty_rows, set_row

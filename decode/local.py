@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.admission import Admission, Seat
-from model.adapted import NO_ADAPTER
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
-from model.pieces import ChunkLimits, Piece, pack
+from model.pieces import NO_ADAPTER, ChunkLimits, Piece, pack
 from transfer.prefix_cache import Sharing
 
 MAX_SEQS = 8  # prompts of one chunk and rank

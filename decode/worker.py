@@ -203,8 +203,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             # Prefill computes logprobs, and at least one page comes from there.
             reusable = reusable_tokens(num_tokens, start if local else -1)
             token_ids = wire.unpack_i32(submit.token_ids)
-            salt = salt_of(submit.adapter, submit.cache_salt)
-            sharing = Sharing(token_ids, salt, reusable)
+            sharing = Sharing(token_ids, salt_of(submit.adapter, submit.cache_salt), reusable)
         if local and start >= 0:
             held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
         self._admission.add(submit.room, num_tokens, room.arrival_s, rank, sharing, local)

@@ -6,8 +6,6 @@ program does the same whatever its rows ask for, and gathers no weights: some hu
 cost less than that. Source: arXiv:2106.09685, section 4.1.
 """
 
-from typing import Final
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -16,7 +14,6 @@ from jaxtyping import Float, Int32
 from model.products import LayerWeights, product
 
 INTO, OUT_OF = "_lora_a", "_lora_b"  # suffixes of a parameter's two matrices
-NO_ADAPTER: Final = -1
 
 
 def chosen(adapters: Int32[Array, " rows"], num: int) -> Float[Array, "rows adapters"]:

@@ -18,11 +18,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from model.adapted import NO_ADAPTER
 from model.buckets import PrefillBuckets, bucket_for, list_sizes, mask_words, pages_for
 from model.latent import is_expanded
 from model.moe import ExpertMap
-from model.pieces import ChunkPrompt, Piece
+from model.pieces import NO_ADAPTER, ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
 from model.programs import Program
 from model.sampling import (

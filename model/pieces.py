@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from model.buckets import bucket_for, pages_for
 
+NO_ADAPTER: Final = -1  # the place of an adapter, of a prompt or a slot that has none
 _CALL_TOKENS = 64  # as many take the time that a chunk takes beside its tokens, or less
 
 
@@ -34,7 +35,7 @@ class ChunkPrompt(Protocol):
 
     @property
     def adapter(self) -> int:
-        """Which of the model's adapters it has, see model/adapted.py."""
+        """The place of the model's adapter that it has, or NO_ADAPTER: see model/adapted.py."""
         ...
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from model.adapted import NO_ADAPTER
 from model.buckets import pages_for
-from model.pieces import ChunkLimits, Piece, pack
+from model.pieces import NO_ADAPTER, ChunkLimits, Piece, pack
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing, reusable_tokens
 

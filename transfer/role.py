@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from model import members, processors
-from model.adapted import NO_ADAPTER
 from model.calls import Calls
 from model.chunks import ChunkInFlight
 from model.errors import ProfileError
 from model.opening import OpenedModel, on_cpu
+from model.pieces import NO_ADAPTER
 from model.profiles import Profiler
 from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut

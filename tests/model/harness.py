@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from model import products
-from model.adapted import NO_ADAPTER
 from model.buckets import DecodeBuckets, decode_buckets
 from model.config import ModelConfig
 from model.config_quantised import codes_of
 from model.kv import init_pool
 from model.lora import lora_shape, read_adapters
 from model.opening import OpenedModel, open_model
+from model.pieces import NO_ADAPTER
 from model.replicated import decode_hidden, logits, prefill_hidden
 from model.sharding import Dims, Stacks, make_mesh
 from model.transformer import ChunkBatch, Model

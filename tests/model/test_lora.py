@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model.adapted import NO_ADAPTER
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.lora import adapters_digest, lora_shape, read_adapters
+from model.pieces import NO_ADAPTER
 from tests.model.harness import GOLDENS, Golden, Harness
 
 LORA = GOLDENS / "lora"

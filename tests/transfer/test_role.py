@@ -35,12 +35,12 @@ def test_a_worker_tells_all_of_its_pages_and_counts_heads_without_copies() -> No
     )
     kv = replace(KV, planes=1, dtype="float16")
     model = SimpleNamespace(dtype=np.dtype("float32"))
-    opened: Any = SimpleNamespace(
-        kv=kv, logical_kv_heads=1, digest="d1", context_length=64, model=model
-    )
+    more = {"kv": kv, "logical_kv_heads": 1, "context_length": 64, "adapters": ("sql",)}
+    opened: Any = SimpleNamespace(**more, digest="d1", model=model)
     info = RoleWorker.described(worker, opened, num_pages=3)
     assert msgspec.structs.asdict(info.kv_spec) == asdict(kv) | {"num_kv_heads": 1}
     assert (info.stored_kv_heads, info.max_request_tokens) == (4, 12)
+    assert info.adapters == ("sql",)
 
 
 async def test_the_tokenizer_for_grammars_takes_its_memory_before_memory_is_planned(
