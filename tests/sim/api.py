@@ -29,6 +29,7 @@ class Request:
     prompt_ids: list[int]
     sampling: wire.SamplingParams
     salt: str
+    adapter: str
     patience_s: float
     is_dictated: bool  # the request names the ranks of both workers
     arrival_s: float = 0.0  # by the clock of its API process
@@ -43,7 +44,7 @@ class Request:
     end: str = ""
 
     def __post_init__(self) -> None:
-        self.expected = expected_tokens(self.prompt_ids, self.sampling)
+        self.expected = expected_tokens(self.prompt_ids, self.sampling, self.adapter)
 
     @property
     def deadline_s(self) -> float:
@@ -352,6 +353,7 @@ class Api:
             prefill=prefill.ref,
             decode=decode.ref,
             cache_salt=request.salt,
+            adapter=request.adapter,
             disagg_prefill_dp_rank=ranks[0],
             routed_dp_rank=ranks[1],
         )

@@ -18,7 +18,7 @@ from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.pieces import Piece
 from model.sampling import NUM_TOP, SampleOut
 from prefill.scheduler import Prompt
-from tests.sim.network import FIRST_ID, START, chain, draw, extend, kv_of
+from tests.sim.network import FIRST_ID, chain, draw, extend, kv_of, start_of
 from transfer.opened import PoolFacts
 from transfer.wire import SamplingParams
 
@@ -211,7 +211,7 @@ class StepEngine:
         for start in starts:
             assert 0 <= start.slot < self._num_slots
             tokens = start.token_ids.tolist()
-            states = chain(tokens[:-1])
+            states = chain(tokens[:-1], start_of(start.adapter))
             slot = self._slots[start.slot] = _Slot(
                 tokens,
                 states,
@@ -354,11 +354,12 @@ def _compute(pool: Pool, piece: Piece[Any], what: str) -> int:
     prompt, page_size = piece.prompt, pool.facts.page_size
     salt = prompt.sharing.salt if isinstance(prompt, LocalPrompt) else prompt.salt
     tokens = prompt.token_ids.tolist()
-    before = chain(tokens[: piece.start])
+    start = start_of(prompt.adapter)
+    before = chain(tokens[: piece.start], start)
     pool.expect(prompt.pages, before, what)
     for page in prompt.pages[: piece.start // page_size]:
         assert pool.salts[page] in (salt, None), f"page {page} crossed salts"
-    fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
+    fresh = chain(tokens[piece.start : piece.end], before[-1] if before else start)
     pool.write(prompt.pages, piece.start, fresh)
     for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
         pool.salts[page] = salt

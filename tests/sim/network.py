@@ -9,13 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from model.buckets import mask_words
+from model.pieces import NO_ADAPTER
 from transfer.stops import finish_of
 from transfer.wire import SamplingParams
 
+ADAPTERS = ("sql",)
 START = 17
 VOCAB = 40
 FIRST_ID = 3
 _MODULUS = 1_000_003  # below 2**24: exact in f32
+
+
+def start_of(adapter: int) -> int:
+    """The hash before the first token. adapter: its place, or NO_ADAPTER."""
+    return START + 1 + adapter
 
 
 def extend(state: int, token_id: int) -> int:
@@ -24,7 +31,7 @@ def extend(state: int, token_id: int) -> int:
 
 
 def chain(token_ids: Sequence[int], state: int = START) -> list[int]:
-    """The hash at each position."""
+    """The hash at each position. state: before the first."""
     states = []
     for token_id in token_ids:
         state = extend(state, token_id)
@@ -47,9 +54,12 @@ def may_follow(grammar: str, token_ids: Sequence[int]) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+def expected_tokens(
+    prompt_ids: Sequence[int], params: SamplingParams, adapter: str = ""
+) -> list[int]:
     """What an undisturbed request generates, to its stop id or length."""
-    state = chain(prompt_ids)[-1]
+    place = ADAPTERS.index(adapter) if adapter else NO_ADAPTER
+    state = chain(prompt_ids, start_of(place))[-1]
     tokens: list[int] = []
     grammar = params.grammar if params.grammar.isdigit() else ""
     while not tokens or not finish_of(tokens[-1], len(tokens) - 1, params):

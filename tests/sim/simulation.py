@@ -12,7 +12,7 @@ from decode.held import GrantFailed
 from tests.sim.api import Api, Line, Request
 from tests.sim.clocks import HostClock
 from tests.sim.grammars import WRONG
-from tests.sim.network import FIRST_ID, VOCAB
+from tests.sim.network import ADAPTERS, FIRST_ID, VOCAB
 from tests.sim.plan import Plan, WorkerPlan, draw_plan
 from tests.sim.transport import LONGEST_DELAY, Fabric, Net
 from tests.sim.workers import SimDecode, SimPrefill, run_now
@@ -292,6 +292,7 @@ class Simulation:
             prompt_ids=prompt,
             sampling=sampling,
             salt=rng.choice(("", "", "tenant")),
+            adapter="" if len(self.requests) % 4 else ADAPTERS[0],
             patience_s=patience_s,
             is_dictated=self._chance(self.plan.dictated),
         )

@@ -10,12 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
+import decode.worker
+import prefill.worker
 from decode import rings
 from decode.admission import Admission, Seat
 from decode.constrained import ConstrainedSlots
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from model import buckets
+from model.pieces import NO_ADAPTER
 from prefill.ranks import Ranks
 from prefill.scheduler import PrefillScheduler
 from prefill.shipping import Shipping
@@ -240,6 +243,14 @@ def _pages_of_the_host_turned_round(fetch: Any) -> Callable[..., Any]:
     return lambda self, pages: fetch(self, pages[::-1])
 
 
+def _one_salt_for_all_adapters(_: Any) -> Callable[..., Any]:
+    return lambda adapter, cache_salt: cache_salt
+
+
+def _no_adapter(_: Any) -> Callable[..., Any]:
+    return lambda self, submit: NO_ADAPTER
+
+
 def _one_salt_for_all(chain: Any) -> Callable[..., Any]:
     return lambda self, tokens, salt: chain(self, tokens, "")
 
@@ -307,6 +318,10 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (Keeping, "dispatch", _pages_never_restored),
         (HostPages, "fetch", _pages_of_the_host_turned_round),
         (PrefixCache, "chain", _one_salt_for_all),
+        (prefill.worker, "salt_of", _one_salt_for_all_adapters),
+        (decode.worker, "salt_of", _one_salt_for_all_adapters),
+        (PrefillWorker, "adapter_of", _no_adapter),
+        (DecodeWorker, "adapter_of", _no_adapter),
         (Sharing, "cached", _no_limit_to_reuse),
         (PrefillWorker, "handle", _deaf_to(ApiGone)),
         (DecodeWorker, "handle", _deaf_to(ApiGone)),

@@ -15,6 +15,7 @@ from prefill.config import PrefillConfig
 from prefill.worker import PrefillWorker
 from tests.sim.engines import ChunkEngine, StepEngine
 from tests.sim.grammars import SimGrammars
+from tests.sim.network import ADAPTERS
 from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
@@ -77,7 +78,7 @@ class RoomWatch:
 
 def _facts_of(plan: WorkerPlan) -> PoolFacts:
     heads = plan.logical_heads, plan.stored_heads
-    return PoolFacts(plan.page_size, plan.context, *heads, plan.window)
+    return PoolFacts(plan.page_size, plan.context, *heads, plan.window, ADAPTERS)
 
 
 def _host_pages(plan: WorkerPlan, facts: PoolFacts) -> HostPages | None:
