@@ -17,6 +17,7 @@ from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
 from serving.registry import RegistryConfig
 from transfer import flags, logs
+from transfer.checks import NamedPath
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.flag_names import _ELSEWHERE, flag_name
 from transfer.rpc import Security
@@ -44,6 +45,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "eplb_min_rebalancing_utilization_threshold": 0.5
     },
     "page_size": {"page_size": 32},
+    "lora_paths": {"lora_paths": (NamedPath("a", Path("b c")), NamedPath("d e", Path("f=g")))},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
     "profile_dir": {"profile_dir": "."},
     "stream_interval": {"stream_interval": 7},
