@@ -147,6 +147,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--shared-prefix-tokens", type=int, default=0, help="first tokens that prompts share"
     )
     parser.add_argument("--num-prefixes", type=int, default=1, help="number of them, used in turn")
+    parser.add_argument(
+        "--lora-name",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="adapters that requests name, in turn; none: the server's first model",
+    )
     parser.add_argument("--rate", type=moderate, help="requests per second, as Poisson arrivals")
     parser.add_argument(
         "--concurrency",

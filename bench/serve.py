@@ -114,7 +114,7 @@ async def run_workload(
 def _payload(model: str, request: PlannedRequest, config: WorkloadConfig) -> dict[str, Any]:
     """The JSON body of a request."""
     payload: dict[str, Any] = {
-        "model": model,
+        "model": request.adapter or model,
         "prompt": list(request.prompt_ids),
         "max_tokens": request.output_tokens,
         "temperature": 0.0,
@@ -354,6 +354,7 @@ def configs_of(args: argparse.Namespace) -> list[WorkloadConfig]:
             spread=args.spread,
             shared_prefix_tokens=args.shared_prefix_tokens,
             num_prefixes=args.num_prefixes,
+            lora_name=tuple(args.lora_name),
             rate_per_s=args.rate,
             concurrency=concurrency,
             vocab_size=usual if args.vocab_size is None else args.vocab_size,
@@ -369,7 +370,9 @@ def case_of(config: WorkloadConfig, server: str) -> str:
     paced = f"rate {config.rate_per_s}" if config.rate_per_s else f"x{config.concurrency}"
     repeating = "" if config.repeat_token is None else " repeating"
     prefixes = f" {config.num_prefixes} prefixes" if config.num_prefixes > 1 else ""
-    return f"{config.input_tokens}/{config.output_tokens} {paced}{repeating}{prefixes}{server}"
+    adapters = f" {len(config.lora_name)} adapters" if config.lora_name else ""
+    lengths = f"{config.input_tokens}/{config.output_tokens}"
+    return f"{lengths} {paced}{repeating}{prefixes}{adapters}{server}"
 
 
 def run(args: argparse.Namespace, report: Report) -> int:

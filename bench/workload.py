@@ -15,9 +15,10 @@ class WorkloadConfig:
 
     input_tokens, output_tokens: means; spread 0.5 draws lengths evenly from half to one and a half
     times the mean, 0 sends exactly the mean. shared_prefix_tokens: tokens at the start of every
-    prompt, which has one of num_prefixes in turn. rate_per_s: Poisson arrivals; None keeps
-    `concurrency` requests in flight instead. repeat_token: a bias makes answers consist of this id,
-    which shows the most that drafts of tokens can gain; None: no bias.
+    prompt, which has one of num_prefixes in turn. lora_name: adapters that requests name, in turn;
+    none: they name the model. rate_per_s: Poisson arrivals; None keeps `concurrency` requests in
+    flight instead. repeat_token: a bias makes answers consist of this id, which shows the most that
+    drafts of tokens can gain; None: no bias.
     Raises ValueError naming the flag that makes no sense.
     """
 
@@ -27,6 +28,7 @@ class WorkloadConfig:
     spread: float = 0.0
     shared_prefix_tokens: int = 0
     num_prefixes: int = 1
+    lora_name: tuple[str, ...] = ()
     rate_per_s: float | None = None
     concurrency: int = 8
     vocab_size: int = 1000
@@ -62,11 +64,15 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request. arrival_s: after the start of the run; 0 when arrivals are not paced."""
+    """One request. arrival_s: after the start of the run; 0 when arrivals are not paced.
+
+    adapter: "" for the model alone.
+    """
 
     arrival_s: float
     prompt_ids: tuple[int, ...]
     output_tokens: int
+    adapter: str = ""
 
 
 def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
@@ -78,6 +84,7 @@ def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
     if config.rate_per_s is not None:
         arrivals = np.cumsum(rng.exponential(1.0 / config.rate_per_s, config.num_requests))
         arrivals -= arrivals[0]
+    names = config.lora_name or ("",)
     planned = []
     for place, arrival_s in enumerate(arrivals):
         prefix = prefixes[place % config.num_prefixes]
@@ -90,6 +97,7 @@ def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
                 arrival_s=float(arrival_s),
                 prompt_ids=tuple(int(x) for x in np.concatenate([prefix, rest])),
                 output_tokens=_draw(rng, config.output_tokens, config.spread),
+                adapter=names[place % len(names)],
             )
         )
     return planned

@@ -47,6 +47,12 @@ def test_of_several_prefixes_each_comes_in_its_turn():
     assert len({p.prompt_ids for p in planned}) == 7
 
 
+def test_requests_name_adapters_in_turn():
+    names = [p.adapter for p in plan_requests(WorkloadConfig(5, lora_name=("a", "b")))]
+    assert names == ["a", "b", "a", "b", "a"]
+    assert {p.adapter for p in plan_requests(WorkloadConfig(2))} == {""}
+
+
 def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
     planned = plan_requests(WorkloadConfig(2000, input_tokens=1, rate_per_s=10.0))
     arrivals = [p.arrival_s for p in planned]
