@@ -81,7 +81,7 @@ class _Outlet:
     def put(self, text: bytes) -> None:
         with self._changed:
             if not self._has_thread and not self._waiting:
-                text = self._write_now(text)
+                text = self._write(text, 0)
                 if not text:
                     return
             if len(self._waiting) < MAX_WAITING:
@@ -102,13 +102,18 @@ class _Outlet:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
-    def _write_now(self, text: bytes) -> bytes:
-        """Write without waiting; returns the rest, or nothing if writing fails."""
+    def _write(self, text: bytes, wait_ms: int | None) -> bytes:
+        """Write while the file has room, or soon has; returns the rest, nothing if writing fails.
+
+        wait_ms: the longest wait for room; None: without end. The file itself makes nobody wait if
+        another process, which has it open too, has made it non-blocking.
+        """
         ready = select.poll()
         ready.register(self._number, select.POLLOUT)
         try:
-            while text and ready.poll(0):
-                text = text[os.write(self._number, text[:_PIECE_BYTES]) :]
+            while text and ready.poll(wait_ms):
+                with contextlib.suppress(BlockingIOError):  # another process has filled the room
+                    text = text[os.write(self._number, text[:_PIECE_BYTES]) :]
         except OSError:
             return b""
         return text
@@ -120,9 +125,7 @@ class _Outlet:
                     self._has_thread = False
                     return
                 text = self._waiting[0]
-            with contextlib.suppress(OSError):
-                while text:
-                    text = text[os.write(self._number, text) :]
+            self._write(text, None)
             with self._changed:
                 self._waiting.popleft()
                 if not self._waiting and self._dropped:

@@ -85,6 +85,16 @@ def test_text_waits_for_a_thread_where_there_can_be_none_now() -> None:
     assert _complaints(says) == [*(f"{k:099}" for k in range(700)), "after"]
 
 
+def test_a_file_that_another_process_has_made_non_blocking_is_waited_for_all_the_same() -> None:
+    says = (
+        "from transfer import terminal; terminal.open_missing(); import os, sys\n"
+        "os.set_blocking(2, False)\n"
+        "for k in range(700): terminal.complain(f'{k:099}')\n"  # more than a pipe takes
+        "terminal.say('go'); sys.stdin.readline(); terminal._outlets[2].flush(20)"
+    )
+    assert _complaints(says) == [f"{k:099}" for k in range(700)]
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_process_without_standard_files_opens_nothing_in_their_places(closed: str) -> None:
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, SAYS]
