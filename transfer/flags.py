@@ -340,9 +340,11 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
         log, lack = logging.getLogger(__name__), _lack(error)
-        if lack:
-            terminal.complain(f"kvferry {prog}: {lack}")
         log.log(logging.DEBUG if lack else logging.ERROR, "kvferry %s failed", prog, exc_info=True)
+        # A traceback may end with a note, such as JAX's on frames that it leaves out, and what
+        # supervises this process quotes its last line.
+        what = lack or " ".join(f"{type(error).__name__}: {error}".split())
+        terminal.complain(f"kvferry {prog}: {what}")
         code = 1
     terminal.flush()
     os._exit(code)

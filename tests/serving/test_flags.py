@@ -456,6 +456,7 @@ def _make_certificate(folder: Path) -> None:
         (Unavailable("nobody there"), 1, "kvferry x: nobody there\n"),
         (MemoryError("of 1 TiB"), 1, "kvferry x: out of memory"),
         (RuntimeError("can't start new thread"), 1, "kvferry x: can't start new thread: "),
+        (ValueError("no\nluck"), 1, "kvferry x: ValueError: no luck\n"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(2), 2, ""),
         (None, 0, ""),
