@@ -319,9 +319,9 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     """
     terminal.open_missing()
     signals.forget_inherited()
-    _watch_lifeline()
     code = 0
     try:
+        _watch_lifeline()
         open_files.raise_limit()
         # Under `kvferry up` the parent adds the name.
         logs.set_up("" if NOTIFY_ENV in os.environ else prog)

@@ -51,6 +51,18 @@ async def test_a_child_that_ends_before_it_is_ready_passes_on_its_last_line(
     assert capfd.readouterr().err == "[child] first\n[child] no luck\n"
 
 
+async def test_a_child_that_may_have_no_thread_says_which_limits_these_are(
+    supervisor: children.Supervisor,
+) -> None:
+    none = 'raise RuntimeError("can\'t start new thread")'
+    code = (
+        f"def refuse(thread): {none}\nthreading.Thread.start = refuse\nflags.run_main('x', print)"
+    )
+    running = await supervisor.start(child(f"import threading\nfrom transfer import flags\n{code}"))
+    with pytest.raises(children.ChildFailed, match="ready: kvferry x: .* of `ulimit -u`, "):
+        await running.wait_ready()
+
+
 async def test_who_is_not_ready_in_time_is_named(
     supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
