@@ -59,7 +59,7 @@ async def test_a_child_that_may_have_no_thread_says_which_limits_these_are(
         f"def refuse(thread): {none}\nthreading.Thread.start = refuse\nflags.run_main('x', print)"
     )
     running = await supervisor.start(child(f"import threading\nfrom transfer import flags\n{code}"))
-    with pytest.raises(children.ChildFailed, match="ready: kvferry x: .* of `ulimit -u`, "):
+    with pytest.raises(children.ChildFailed, match=r"ready: kvferry x: .* of `ulimit -u`, "):
         await running.wait_ready()
 
 
