@@ -49,9 +49,8 @@ def create_front(
     model_config: ModelConfig,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Front:
-    """What the routes work with."""
     told = dispatcher.context_length, dispatcher.dp_size, dispatcher.adapters
-    model = ServedModel(tokenizer, config, model_config, *told)
+    model = ServedModel(tokenizer, dispatcher.config, model_config, *told)
     dispatcher.metrics.gauge(
         "num_queue_grammars", "Grammars waiting to be tried", lambda: model.trial.num_waiting
     )

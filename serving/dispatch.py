@@ -46,7 +46,7 @@ class Dispatcher:
         timers: Timers | None = None,
     ) -> None:
         self.metrics = Metrics()
-        self._config = config
+        self.config = config
         self._clock = clock
         self._timers = timers or LoopTimers()
         self._limiter = Limiter(
@@ -216,7 +216,7 @@ class Dispatcher:
             "model_digest": self._membership.model_digest,
             "running": self.num_running(),
             "queued": self.num_queued(),
-            "policy": self._config.policy,
+            "policy": self.config.policy,
             "workers": workers,
         }
 

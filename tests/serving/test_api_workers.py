@@ -148,6 +148,22 @@ async def test_whichever_process_answers_speaks_for_all(tmp_path: Path) -> None:
         await stopped(server, signal.SIGINT)
 
 
+async def test_more_choices_than_one_process_serves_are_refused_by_the_field_that_asks_for_them(
+    tmp_path: Path,
+) -> None:
+    async with (
+        FakeCluster(network=alphabet) as cluster,
+        serving(cluster, tmp_path, TWO, "--max-inflight-requests=4") as server,
+        server.door(0) as http,
+    ):
+        refused = await http.post("/v1/completions", json={"prompt": "Hi!", "n": 3})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["param"] == "n"
+        assert error["message"].endswith("in one request, at most 2 are served")
+        await stopped(server, signal.SIGTERM)
+
+
 async def test_a_request_that_waits_elsewhere_is_aborted_too(tmp_path: Path) -> None:
     async with (
         FakeCluster(network=alphabet, auto_step=False) as cluster,
