@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from serving.chat_template import RESERVED_KWARGS
 from serving.parsing import ReasoningParser, ToolCallParser
-from transfer.checks import above_zero, at_least, check_port
+from transfer.checks import above_zero, at_least, check_port, has_an_end
 from transfer.errors import ConfigError
 
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
@@ -110,6 +110,8 @@ class ServeConfig:
                 "--api-key, or $KVFERRY_API_KEY, must not have control characters, nor blanks or "
                 "line ends around it: no client could send it"
             )
+        if self.chat_template:
+            has_an_end("--chat-template", Path(self.chat_template))
         self._check_template_kwargs()
         if not self.host:
             raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")

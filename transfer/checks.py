@@ -1,5 +1,6 @@
 """Checks of a config's fields: each raises ConfigError, naming the flag and its value."""
 
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,16 @@ def is_folder(what: str, path: Path) -> None:
     """The path is a folder."""
     if not is_there(what, path, path.is_dir):
         raise ConfigError(f"{what}: {path} is not a folder")
+
+
+def has_an_end(what: str, path: Path) -> None:
+    """The path is no pipe, socket or device: its reader might wait, or read, without end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # whoever reads it says why it cannot be read
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(f"{what}: {path} is a pipe, socket or device; expected a file")
 
 
 def reachable(config: Any, name: str) -> None:

@@ -34,6 +34,7 @@ NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
 MIN_TOKEN_CHARS = 16
+MAX_TOKEN_CHARS = 4096  # every call carries it in a header, and gRPC bounds headers by 8 KiB
 _MOST = (1 << 63) - 1
 
 _orphaned: list[Callable[[], None]] = []  # callbacks of when_orphaned
@@ -269,11 +270,16 @@ def security_from(args: argparse.Namespace) -> Security:
         _check_tls(*tls)
     if args.cluster_token_file is not None:
         try:
-            token = args.cluster_token_file.read_text().strip()
+            with args.cluster_token_file.open() as file:
+                token = file.read(2 * MAX_TOKEN_CHARS).strip()  # the wrong file may be huge
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--cluster-token-file {args.cluster_token_file}: {error}") from error
     else:
         token = os.environ.get(TOKEN_ENV, "").strip()
+    if len(token) > MAX_TOKEN_CHARS:
+        raise ConfigError(
+            f"a cluster token of at most {MAX_TOKEN_CHARS} characters is needed, got more"
+        )
     if len(token) < MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
         got = len(token) if len(token) < MIN_TOKEN_CHARS else "some not printable in ASCII"
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""Paths that this process may not even look at: refused in one line, for the operator to mend."""
+"""Paths that cannot be looked at, or read to an end: refused in one line for the operator."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from decode.config import DecodeConfig
 from model.config import ModelConfig
 from model.errors import ModelError
+from serving.config import ServeConfig
 from transfer import flags
 from transfer.errors import ConfigError
 
@@ -42,3 +44,16 @@ def test_a_path_that_cannot_be_reached_is_named_with_the_reason(
         read()
     assert str(caught.value).startswith(start)
     assert str(caught.value).endswith(" cannot be reached: File name too long")
+
+
+def test_a_chat_template_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"--chat-template: .*/pipe is a pipe, socket or device"):
+        ServeConfig(Path("m"), "127.0.0.1:1", chat_template=str(tmp_path / "pipe"))
+
+
+def test_of_a_token_file_without_end_only_the_beginning_is_read() -> None:
+    nothing = {f"tls_{name}_file": None for name in ("ca", "cert", "key")}
+    args = argparse.Namespace(cluster_token_file=Path("/dev/zero"), **nothing)
+    with pytest.raises(ConfigError, match="a cluster token of at most 4096 characters is needed"):
+        flags.security_from(args)
