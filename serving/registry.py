@@ -10,6 +10,7 @@ import uvloop
 
 from transfer import flags
 from transfer.bootstrap import RegistryServer
+from transfer.certificates import check_shown
 from transfer.checks import above_zero, at_least, check_port
 from transfer.clock import SYSTEM_CLOCK
 from transfer.collector import calm_collector
@@ -69,7 +70,10 @@ def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
     flags.add_flags(parser, RegistryConfig, HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
-    serving = serve(flags.config_from(RegistryConfig, args), flags.security_from(args))
+    security = flags.security_from(args)
+    if security.cert_file is not None and security.key_file is not None:
+        check_shown(security.cert_file, security.key_file)  # peers may reach us by any name
+    serving = serve(flags.config_from(RegistryConfig, args), security)
     uvloop.run(to_the_end(serving))
 
 

@@ -9,8 +9,11 @@ import pytest
 from transfer.rpc import Security
 
 
-def made_security(token: str, folder: Path) -> Security:
-    """The certificate covers localhost and 127.0.0.1; without openssl the test is skipped."""
+def made_security(token: str, folder: Path, *more: str) -> Security:
+    """The certificate covers localhost and 127.0.0.1; without openssl the test is skipped.
+
+    more: further words for `openssl req`.
+    """
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl on the PATH to make a certificate with")
@@ -18,6 +21,6 @@ def made_security(token: str, folder: Path) -> Security:
     command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command += ["-keyout", str(key), "-out", str(cert)]
+    command += ["-keyout", str(key), "-out", str(cert), *more]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return Security(token, cert, cert, key)

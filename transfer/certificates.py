@@ -105,13 +105,15 @@ class Certificate:
         )
 
 
-def check_names(cert_file: Path, key_file: Path, host: str) -> None:
+def check_shown(cert_file: Path, key_file: Path, host: str | None = None) -> None:
     """Check that peers connecting to this host would accept the certificate, its issuer aside.
 
-    Raises ConfigError, with the reason that TLS gives, if not.
+    host: None where the name by which peers connect is not known, and so not checked. Raises
+    ConfigError, with the reason that TLS gives, if not.
     """
     ours = Certificate(cert_file, key_file).ssl_context()
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    theirs.check_hostname = host is not None
     theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate vouches for itself
     theirs.load_verify_locations(str(cert_file))
     to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -28,7 +28,7 @@ import grpc.aio
 import msgspec
 
 from transfer import open_files, ports, wire
-from transfer.certificates import Certificate, check_names, read_pem
+from transfer.certificates import Certificate, check_shown, read_pem
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.complaint import Tally
 from transfer.errors import (
@@ -102,7 +102,7 @@ class Security:
             return
         for flag, host in hosts.items():
             try:
-                check_names(self.cert_file, self.key_file, host)
+                check_shown(self.cert_file, self.key_file, host)
             except ConfigError as error:
                 raise ConfigError(f"{flag} {host} is how peers reach us, and {error}") from error
 

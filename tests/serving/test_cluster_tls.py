@@ -73,6 +73,21 @@ def test_a_worker_whose_certificate_names_another_host_does_not_start(
     assert "loading weights" not in command.text
 
 
+def test_a_registry_whose_certificate_no_peer_would_take_by_any_name_does_not_start(
+    tmp_path: Path,
+) -> None:
+    made = made_security(TOKEN, tmp_path, "-addext", "extendedKeyUsage=clientAuth")
+    port = f"--disaggregation-bootstrap-port={free_port()}"
+    command = start(tmp_path, "registry", port, *tls_argv_of(made))
+    try:
+        expected = (
+            f"kvferry registry: peers would not take {made.cert_file}: unsuitable certificate"
+        )
+        assert expected in refused(command)
+    finally:
+        command.kill()
+
+
 def is_ready(http: httpx.Client, started: list[Command]) -> bool:
     for command in started:
         assert command.process.poll() is None, command.text
