@@ -12,6 +12,7 @@ from transfer.checks import (
     at_least,
     at_most,
     check_port,
+    has_an_end,
     is_folder,
     reachable,
 )
@@ -137,6 +138,8 @@ class WorkerConfig:
             for name in ("ep_num_redundant_experts", "init_expert_location", "enable_eplb"):
                 if getattr(self, name) != usual[name].default:
                     raise ConfigError(f"{flag_name(name)} needs --ep-size above 1, got 1")
+        if self.init_expert_location != TRIVIAL:
+            has_an_end("--init-expert-location", Path(self.init_expert_location))
 
     def _check_nodes(self) -> None:
         """Raises ConfigError unless the nodes share the devices evenly and can meet."""

@@ -46,10 +46,24 @@ def test_a_path_that_cannot_be_reached_is_named_with_the_reason(
     assert str(caught.value).endswith(" cannot be reached: File name too long")
 
 
-def test_a_chat_template_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def _template(path: str) -> None:
+    ServeConfig(Path("m"), "127.0.0.1:1", chat_template=path)
+
+
+def _location(path: str) -> None:
+    DecodeConfig(Path("m"), "127.0.0.1:1", tp_size=2, ep_size=2, init_expert_location=path)
+
+
+@pytest.mark.parametrize(
+    ("read", "flag"),
+    [(_template, "--chat-template"), (_location, "--init-expert-location")],
+)
+def test_a_pipe_in_place_of_a_flags_file_is_refused_and_not_waited_for(
+    read: Callable[[str], None], flag: str, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"--chat-template: .*/pipe is a pipe, socket or device"):
-        ServeConfig(Path("m"), "127.0.0.1:1", chat_template=str(tmp_path / "pipe"))
+    with pytest.raises(ConfigError, match=rf"{flag}: .*/pipe is a pipe, socket or device"):
+        read(str(tmp_path / "pipe"))
 
 
 def test_of_a_token_file_without_end_only_the_beginning_is_read() -> None:
