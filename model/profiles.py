@@ -28,6 +28,7 @@ class Profiler:
         """
         self._folder = Path(folder).absolute() if folder else None
         self._timeout_s = timeout_s
+        self._tracer = _Tracer()
         self._latest: _Profile | None = None
 
     async def start(self, name: str) -> Path:
@@ -37,7 +38,7 @@ class Profiler:
         if self._latest is not None and not self._latest.done.done():
             raise ProfileError(f"the profile in {self._latest.target} has not ended yet")
         folder = self._folder / re.sub(r"[^\w-]", "_", name)
-        profile = self._latest = _Profile(folder, self._timeout_s)
+        profile = self._latest = _Profile(self._tracer, folder, self._timeout_s)
         try:
             await asyncio.shield(profile.began)
         except ProfileError:
@@ -65,7 +66,8 @@ class Profiler:
 class _Profile:
     """One profile, from its beginning until it is written."""
 
-    def __init__(self, target: Path, timeout_s: float) -> None:
+    def __init__(self, tracer: "_Tracer", target: Path, timeout_s: float) -> None:
+        self._tracer = tracer
         self.target = target
         self.told_to_end = asyncio.Event()
         # Raises ProfileError if it cannot begin.
@@ -74,7 +76,7 @@ class _Profile:
 
     async def _run(self, timeout_s: float) -> str:
         try:
-            await _in_thread(lambda: _start(self.target))
+            await _in_thread(lambda: self._tracer.start(self.target))
         except Exception as error:
             failure = f"no profile can begin in {self.target}: {error}"
             self.began.set_exception(ProfileError(failure))
@@ -85,7 +87,7 @@ class _Profile:
         except TimeoutError:
             log.info("the profile ends after %g s", timeout_s)
         try:
-            await _in_thread(jax.profiler.stop_trace)
+            await _in_thread(self._tracer.stop)
         except Exception as error:
             failure = f"the profile in {self.target} could not be written: {error}"
             log.warning("%s", failure)
@@ -94,11 +96,30 @@ class _Profile:
         return ""
 
 
-def _start(target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = _PYTHON_TRACER_LEVEL
-    jax.profiler.start_trace(target, profiler_options=options)
+class _Tracer:
+    """JAX's profiler. It keeps a profile that cannot be written, and begins no other."""
+
+    def __init__(self) -> None:
+        self._kept: Path | None = None  # where the profile belongs that has begun, until written
+
+    def start(self, target: Path) -> None:
+        """Begin a profile, once the one before is written."""
+        if self._kept is not None:
+            try:
+                self.stop()
+            except Exception as error:
+                message = f"the one in {self._kept} could not be written: {error}"
+                raise ProfileError(message) from error
+        target.mkdir(parents=True, exist_ok=True)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = _PYTHON_TRACER_LEVEL
+        jax.profiler.start_trace(target, profiler_options=options)
+        self._kept = target
+
+    def stop(self) -> None:
+        """End the profile and write it."""
+        jax.profiler.stop_trace()
+        self._kept = None
 
 
 def _in_thread(function: Callable[[], None]) -> asyncio.Future[None]:

@@ -76,6 +76,23 @@ async def test_what_cannot_be_written_is_an_error_and_the_next_profile_is_free_t
     await profiler.stop()
 
 
+async def test_a_profile_that_found_no_room_on_the_disk_is_written_before_the_next_one_begins(
+    tmp_path: Path,
+) -> None:
+    profiler = Profiler(str(tmp_path), 60.0)
+    folder = await profiler.start("a")
+    (folder / "plugins").write_text("a file where a folder should be, as little use as a full disk")
+    with pytest.raises(ProfileError, match=f"the profile in {folder} could not be written: "):
+        await profiler.stop()
+    with pytest.raises(ProfileError, match=f"in .*/b: the one in {folder} could not be written: "):
+        await profiler.start("b")
+    (folder / "plugins").unlink()
+    later = await profiler.start("b")
+    assert written(folder)
+    assert await profiler.stop() == later
+    assert written(later)
+
+
 async def test_without_a_folder_every_profile_is_refused() -> None:
     with pytest.raises(ProfileError, match="started without --profile-dir"):
         await Profiler("", 60.0).start("a")
