@@ -49,6 +49,11 @@ def create_front(
     model_config: ModelConfig,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Front:
+    """What the routes work with.
+
+    config: the server's; the dispatcher has this process's share of its limits, within which one
+    request has to fit.
+    """
     told = dispatcher.context_length, dispatcher.dp_size, dispatcher.adapters
     model = ServedModel(tokenizer, dispatcher.config, model_config, *told)
     dispatcher.metrics.gauge(
