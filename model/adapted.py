@@ -8,17 +8,18 @@ cost less than that. Source: arXiv:2106.09685, section 4.1.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 from model.products import LayerWeights, product
 
 INTO, OUT_OF = "_lora_a", "_lora_b"  # suffixes of a parameter's two matrices
 
 
-def chosen(adapters: Int32[Array, " rows"], num: int) -> Float[Array, "rows adapters"]:
-    """One where a row has an adapter, else zero; NO_ADAPTER: it has none of them."""
-    return jax.nn.one_hot(adapters, num, dtype=jnp.float32)
+def chosen(adapters: Int32[Array, " rows"], num: int) -> Bool[Array, "rows adapters"]:
+    """Whether a row has an adapter; NO_ADAPTER: it has none of them."""
+    return adapters[:, None] == jnp.arange(num, dtype=jnp.int32)
 
 
 def with_adapters(
@@ -37,6 +38,8 @@ def with_adapters(
     with jax.named_scope("adapters"):
         rows, num = weights.adapters.shape
         inner = product(x, weights.matrix(name + INTO, inputs))
-        inner = inner.reshape(rows, num, -1) * weights.adapters[:, :, None]
+        inner = inner.reshape(rows, num, -1)
+        # Not times zero, which is NaN where another adapter's sum is infinite.
+        inner = jnp.where(weights.adapters[:, :, None], inner, np.float32(0))
         added = product(inner.reshape(rows, -1), weights.matrix(name + OUT_OF))
         return parts.at[0].add(added)

@@ -109,7 +109,7 @@ class Checkpoint:
         if dtype is None:
             raise self._foreign(name)
         values = self._mapped(name, np.dtype(dtype))[index]
-        if not _is_finite(values):
+        if not is_finite(values):
             raise ModelError(f"{self._at(name)}: has a number that is not finite")
         return values
 
@@ -159,7 +159,7 @@ class Checkpoint:
         return f"{self.folder / self._where[name]}: tensor {name}"
 
 
-def _is_finite(values: np.ndarray) -> bool:
+def is_finite(values: np.ndarray) -> bool:
     """Tests exponent bits, some numbers at a time: several times faster than numpy's isfinite."""
     if values.dtype.name not in _EXPONENTS:
         return True

@@ -15,19 +15,19 @@ import numpy as np
 import xxhash
 
 from model.adapted import INTO, OUT_OF
-from model.checkpoint import Checkpoint
+from model.checkpoint import Checkpoint, is_finite
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.fields import Fields
 from model.params import LORA_MATRICES, segments
 from model.sharding import Dims, LoraShape
-from model.sources import QKV, Assembled, Index, Output, Source, Stack, Times, Turned
+from model.sources import QKV, Assembled, Index, Output, Source, Stack, Turned
 from model.tensors import heads_of, order_of_heads
 
 _CONFIG: Final = "adapter_config.json"
 _TENSORS: Final = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(
-    r"base_model\.model\.model\.layers\.(\d+)\.([a-z_]+\.[a-z_]+)\.lora_([AB])\.weight"
+    r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_]+\.[a-z_]+)\.lora_[AB]\.weight"
 )
 # Of each parameter: the modules whose matrices it has side by side, see LORA_MATRICES.
 _MODULES: Final = {
@@ -129,10 +129,19 @@ def lora_sources(dims: Dims, adapters: Sequence[Adapter]) -> tuple[dict[str, Sou
 
 
 class AdapterFiles:
-    """The tensors of all adapters, by names that begin with the adapter's place and a colon."""
+    """The tensors of all adapters, by names that begin with the adapter's place and a colon.
 
-    def __init__(self, adapters: Sequence[Adapter]) -> None:
+    dtype: that they are loaded in. What lora_B has is multiplied by the module's factor.
+    """
+
+    def __init__(self, adapters: Sequence[Adapter], dtype: np.dtype) -> None:
         self._files = [adapter.files for adapter in adapters]
+        self._factors = {
+            f"{place}:{_tensor(key, 'B')}": factor
+            for place, adapter in enumerate(adapters)
+            for key, factor in adapter.factors.items()
+        }
+        self._dtype = dtype
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """See Checkpoint.check."""
@@ -140,16 +149,23 @@ class AdapterFiles:
         self._files[int(place)].check(tensor, shape)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """See Checkpoint.read."""
+        """As Checkpoint.read, in the dtype."""
         place, _, tensor = name.partition(":")
-        return self._files[int(place)].read(tensor, index)
+        files, factor = self._files[int(place)], self._factors.get(name, 1.0)
+        with np.errstate(over="ignore"):
+            exact = files.read(tensor, index).astype(np.float32) * np.float32(factor)
+            values = exact.astype(self._dtype)
+        if not is_finite(values):  # times zero it would be NaN, in rows of other requests too
+            what = f"times {factor:g} in {self._dtype.name}, has a number that is not finite"
+            raise ModelError(f"{files.folder / _TENSORS}: tensor {tensor}, {what}")
+        return values
 
 
 def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
     fields = Fields.read(folder / _CONFIG)
     fields.only({key: value for key, value in _ONLY.items() if fields.values.get(key)})
     begun = fields.values.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(_CHANGES_BASE):
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
         accepted = "one that leaves the base model as it is; PEFT can convert it"
         raise fields.fail("init_lora_weights", begun, accepted)
     alpha_of, is_root = _alphas(fields), fields.flag("use_rslora", False)
@@ -158,20 +174,18 @@ def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
     factors: dict[str, float] = {}
     for tensor in files.names:
         found = _TENSOR.fullmatch(tensor)
-        key = _changed(cfg, int(found[1]), found[2]) if found else ""
-        if found is None or not key:
+        if found is None or not _may_change(cfg, int(found[1]), found[2]):
             raise ModelError(
                 f"{folder / _TENSORS}: tensor {tensor}; accepted in {cfg.architecture}: "
                 f"base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B, of N below "
                 f"{cfg.num_layers} and MODULE one of {', '.join(_accepted(cfg))}"
             )
-        if found[3] == "A":
-            rank = files.shape(tensor)[0]
-            if rank < 1:
-                raise ModelError(f"{folder / _TENSORS}: tensor {tensor} has no rows")
-            ranks[key] = rank
-            module = f"model.layers.{found[1]}.{found[2]}"
-            factors[key] = alpha_of(module) / (math.sqrt(rank) if is_root else rank)
+        key = f"{found[1]}.{found[2]}"
+        rank = (*files.shape(_tensor(key, "A")), 0)[0]
+        if rank < 1:
+            raise ModelError(f"{folder / _TENSORS}: tensor {tensor} has no rows")
+        ranks[key] = rank
+        factors[key] = alpha_of(f"model.layers.{key}") / (math.sqrt(rank) if is_root else rank)
     if not ranks:
         raise ModelError(f"{folder / _TENSORS}: has no lora_A")
     return Adapter(name, files, factors, ranks)
@@ -195,14 +209,16 @@ def _alphas(fields: Fields) -> Callable[[str], float]:
     return alpha_of
 
 
-def _changed(cfg: ModelConfig, layer: int, module: str) -> str:
-    """The key of a module in Adapter.ranks; "" if it is none that adapters may change."""
-    if layer >= cfg.num_layers:
-        return ""
-    for name, modules in _MODULES.items():
-        if module in modules and not (name in _DENSE and cfg.moe_layers[layer]):
-            return f"{layer}.{module}"
-    return ""
+def _tensor(key: str, half: str) -> str:
+    """The name of lora_A or lora_B of a key of Adapter.ranks."""
+    return f"base_model.model.model.layers.{key}.lora_{half}.weight"
+
+
+def _may_change(cfg: ModelConfig, layer: int, module: str) -> bool:
+    return layer < cfg.num_layers and any(
+        module in modules and not (name in _DENSE and cfg.moe_layers[layer])
+        for name, modules in _MODULES.items()
+    )
 
 
 def _accepted(cfg: ModelConfig) -> list[str]:
@@ -233,10 +249,9 @@ def _layer_sources(
                     continue
                 first = (place * LORA_MATRICES[name] + part) * dims.lora.rank
                 own = slice(first, first + rank)
-                at = f"{place}:base_model.model.model.layers.{key}"
-                into.append(_into(dims, name, f"{at}.lora_A.weight", rank, own))
-                source, where = _out_of(dims, name, part, f"{at}.lora_B.weight", rank, own)
-                out_of.append((Times(source, adapter.factors[key]), where))
+                first_half, second_half = (f"{place}:{_tensor(key, half)}" for half in "AB")
+                into.append(_into(dims, name, first_half, rank, own))
+                out_of.append(_out_of(dims, name, part, second_half, rank, own))
         found |= {name + INTO: Assembled(tuple(into)), name + OUT_OF: Assembled(tuple(out_of))}
     return found
 

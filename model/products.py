@@ -153,7 +153,7 @@ class LayerWeights(Mapping[str, Array]):
     stacked: frozenset[str] = frozenset()
     idx: Int32[Array, ""] | None = None
     used: Int32[Array, ""] | None = None
-    adapters: Float[Array, "rows adapters"] | None = None
+    adapters: Bool[Array, "rows adapters"] | None = None
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]

@@ -360,22 +360,6 @@ class Assembled:
 
 
 @dataclass(frozen=True)
-class Times:
-    """A parameter times a number, rounded once."""
-
-    of: Source
-    factor: float
-
-    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        return self.of.expected()
-
-    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
-        exact = np.zeros(out.shape, np.float32)
-        self.of.fill(files, index, exact)
-        out[...] = exact * np.float32(self.factor)
-
-
-@dataclass(frozen=True)
 class Scales:
     """Scales of codes, laid out as the codes, one for each group of inputs; see model/coded.py."""
 

@@ -186,7 +186,7 @@ class _Inputs(NamedTuple):
     kv_idx: Int32[Array, "groups rows"]
     live: Bool[Array, " rows"]
     used: Int32[Array, ""] | None = None
-    adapters: Float[Array, "rows adapters"] | None = None
+    adapters: Bool[Array, "rows adapters"] | None = None
 
 
 class _Carry(NamedTuple):

@@ -76,7 +76,7 @@ def load_adapters(adapters: Sequence[Adapter], model: Model) -> Params:
 
     Raises ModelError, one line, naming file and tensor: wrong shape or dtype, a missing tensor.
     """
-    files, leaves = AdapterFiles(adapters), model.lora_leaves()
+    files, leaves = AdapterFiles(adapters, model.dtype), model.lora_leaves()
     found: Params = {"lora": lora_sources(model.dims, adapters)} if leaves else {}
     sources = jax.tree.leaves(found)
     for source in sources:

@@ -127,6 +127,7 @@ def rewrite(folder: Path, **fields: Any) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']; accepted: null"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; accepted"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'; accepted"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'; accepted: a number"),
         ({"alpha_pattern": {"q_proj": -1}}, "q_proj is -1; accepted"),
         ({"alpha_pattern": {"q_(proj": 1}}, "alpha_pattern is"),
@@ -150,10 +151,14 @@ Q_A, Q_B = (TENSOR.format(0, "self_attn.q_proj", half) for half in "AB")
     ("base", "drop", "add", "message"),
     [
         ("llama", Q_B, {}, f"tensor {Q_B} is missing from adapter_model.safetensors"),
+        ("llama", Q_A, {}, f"tensor {Q_A} is missing from adapter_model.safetensors"),
         ("llama", "", {Q_B: (96, 3)}, f"tensor {Q_B}: shape [96, 3], expected [96, 4]"),
         ("llama", "", {Q_A: (4, 95)}, f"tensor {Q_A}: shape [4, 95], expected [4, 96]"),
         ("llama", "", {Q_A: (0, 96)}, f"tensor {Q_A} has no rows"),
+        ("llama", "", {Q_A: ()}, f"tensor {Q_A} has no rows"),
         ("llama", "", {TENSOR.format(3, "mlp.up_proj", "A"): (4, 96)}, "of N below 3"),
+        ("llama", "", {TENSOR.format("9" * 5000, "mlp.up_proj", "A"): (4, 96)}, "of N below 3"),
+        ("llama", "", {TENSOR.format("00", "mlp.up_proj", "A"): (4, 96)}, "of N below 3"),
         ("llama", "", {"base_model.model.lm_head.lora_A.weight": (4, 96)}, "tensor base_model."),
         ("qwen3_moe", "", {TENSOR.format(0, "mlp.up_proj", "A"): (4, 64)}, "tensor base_model."),
         ("qwen3_moe", "", {TENSOR.format(1, "mlp.gate", "A"): (4, 64)}, "mlp.down_proj"),
@@ -173,6 +178,32 @@ def test_tensors_that_do_not_fit_the_network_are_named(
         Harness(GOLDENS / base / "model", lora=[("a", folder)])
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_what_one_adapter_makes_infinite_reaches_no_other_row(tmp_path: Path) -> None:
+    recorded, folder = Golden("llama"), copied(tmp_path / "a", LORA / "llama_all")
+    numbers = load_file(folder / "adapter_model.safetensors")
+    numbers[Q_A][:] = np.finfo(np.float32).max
+    save_file(numbers, folder / "adapter_model.safetensors")
+    harness = Harness(recorded.checkpoint, lora=[("huge", folder), ("all", LORA / "llama_all")])
+    prompt = recorded.prompts["p7"]
+    _, plain, other = harness.run([prompt] * 3, STEPS, [0, NO_ADAPTER, 1])
+    assert plain.ids == recorded.numbers["p7.greedy.ids"][:STEPS].tolist()
+    golden = load_file(LORA / "llama_all" / "golden.safetensors")
+    assert other.ids == golden["p7.greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float32", 3e38), ("bfloat16", 3.4e38)])
+def test_numbers_that_alpha_or_rounding_makes_infinite_are_refused(
+    tmp_path: Path, dtype: str, largest: float
+) -> None:
+    folder = copied(tmp_path / "a", LORA / "llama_all")
+    numbers = load_file(folder / "adapter_model.safetensors")
+    tensor = Q_A if dtype == "bfloat16" else Q_B
+    numbers[tensor][1, 1] = largest
+    save_file(numbers, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=f"tensor {tensor}, times .* not finite"):
+        Harness(GOLDENS / "llama" / "model", dtype=dtype, lora=[("a", folder)])
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
