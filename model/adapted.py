@@ -18,7 +18,7 @@ INTO, OUT_OF = "_lora_a", "_lora_b"  # suffixes of a parameter's two matrices
 
 
 def chosen(adapters: Int32[Array, " rows"], num: int) -> Bool[Array, "rows adapters"]:
-    """Whether a row has an adapter; NO_ADAPTER: it has none of them."""
+    """Whether a row has an adapter; NO_ADAPTER (model/pieces.py): it has none of them."""
     return adapters[:, None] == jnp.arange(num, dtype=jnp.int32)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from model.buckets import MAX_RUN_PAGES, check_page_size, pages_for, run_pages_on_cpu
 from model.config import FP8, KVSpec, ModelConfig
@@ -160,21 +161,9 @@ def open_model(
     sizes = _sizes(cfg, dtype, kv_cache_dtype, page_size, context_length, chunk_size)
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
     shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
-    codes = codes_of(cfg.quantization, quantization)
-    dims, is_dummy = Dims.of(cfg, mesh, shared, redundant, codes=codes), load_format == "dummy"
-    dims = replace(dims, coded=coded_parameters(path, dims, quantization, on_cpu(), is_dummy))
-    model = Model.create(
-        cfg,
-        mesh,
-        jnp.dtype(sizes.dtype),
-        sizes.page_size,
-        share_experts=shared,
-        redundant_experts=redundant,
-        coded=dims.coded,
-        codes=codes,
-        narrow=_narrow(path, dims, sizes.dtype, is_dummy),
-        lora=lora_shape(adapters),
-    )
+    codes, is_dummy = codes_of(cfg.quantization, quantization), load_format == "dummy"
+    dims = replace(Dims.of(cfg, mesh, shared, redundant, codes=codes), lora=lora_shape(adapters))
+    model = _create(path, dims, mesh, sizes, quantization, is_dummy)
     experts = PlacedExperts(model, placing)
     kv = kv_spec(model.dims, sizes.page_size, sizes.kv_dtype)
     if (model.dims.coded and codes == "fp8") or sizes.kv_dtype == FP8:
@@ -243,6 +232,26 @@ def _sizes(
     whole = pages_for(context_length, page_size) * page_size
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
     return _Sizes(dtype, kv_dtype, page_size, context_length)
+
+
+def _create(
+    path: Path, dims: Dims, mesh: Mesh, sizes: _Sizes, quantization: str, is_dummy: bool
+) -> Model:
+    """A model of these sizes, and of what the checkpoint decides: codes, and narrow matrices."""
+    coded = coded_parameters(path, dims, quantization, on_cpu(), is_dummy)
+    dims = replace(dims, coded=coded)
+    return Model.create(
+        dims.cfg,
+        mesh,
+        jnp.dtype(sizes.dtype),
+        sizes.page_size,
+        share_experts=dims.ranks_share_experts,
+        redundant_experts=dims.redundant,
+        coded=dims.coded,
+        codes=dims.codes,
+        narrow=_narrow(path, dims, sizes.dtype, is_dummy),
+        lora=dims.lora,
+    )
 
 
 def _narrow(path: Path, dims: Dims, dtype: str, is_dummy: bool) -> tuple[tuple[str, str], ...]:

@@ -13,7 +13,7 @@ from serving.errors import ApiError, from_request_error
 from serving.event_stream import SlowClient, until_disconnected
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink, Tokens
 from serving.limits import Ticket
-from serving.protocol import Request
+from serving.protocol import ChoiceAsk, Request
 from serving.timeline import RequestTimeline
 from transfer import wire
 from transfer.errors import Code, RequestError
@@ -136,17 +136,7 @@ class Runner:
             if timeline is not None:
                 timeline.admitted_s = now_s()
             for place, (ask, sink) in enumerate(zip(request.choices, answer.sinks, strict=True)):
-                spec = GenerationSpec(
-                    ask.prompt,
-                    ask.sampling,
-                    ask.request_id,
-                    arrival_s,
-                    arrival_s + self._request_timeout_s,
-                    request.cache_salt,
-                    request.ranks,
-                    request.adapter,
-                    is_probe,
-                )
+                spec = self._spec(request, ask, arrival_s, is_probe)
                 told = None if timeline is None else timeline.choices[place]
                 sink.generation = self._dispatcher.submit(spec, sink, told)
                 generations.append(sink.generation)
@@ -197,6 +187,21 @@ class Runner:
             if not task.cancel():  # it has its place, but its request has not resumed yet
                 self._overtaken.add(task)
         return len(waiting) + self._dispatcher.abort_request(request_id)
+
+    def _spec(
+        self, request: Request, ask: ChoiceAsk, arrival_s: float, is_probe: bool
+    ) -> GenerationSpec:
+        return GenerationSpec(
+            ask.prompt,
+            ask.sampling,
+            ask.request_id,
+            arrival_s,
+            arrival_s + self._request_timeout_s,
+            request.cache_salt,
+            request.ranks,
+            request.adapter,
+            is_probe,
+        )
 
     async def _admit(
         self, request: Request, gone: asyncio.Task[None], arrival_s: float
