@@ -182,9 +182,10 @@ def open_model(
     if adapters:
         names = ", ".join(opened.adapters)
         log.info("adapters, rank %d at most: %s", max(x.rank for x in adapters), names)
+    loaded = load_adapters(adapters, model)  # small, so a misfit is reported before the weights
     before_weights(opened)
     params = (_draw if is_dummy else _load)(path, model)
-    return replace(opened, params=params | load_adapters(adapters, model))
+    return replace(opened, params=params | loaded)
 
 
 def _check_devices(tp_size: int, dp_size: int) -> None:

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.lora import adapters_digest, lora_shape, read_adapters
+from model.opening import OpenedModel
 from model.pieces import NO_ADAPTER
-from tests.model.harness import GOLDENS, Golden, Harness
+from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
 
 LORA = GOLDENS / "lora"
 LOGIT_ATOL = 2e-4  # as of tests/goldens/README.md for float32
@@ -219,6 +220,24 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     save_file({}, folder / "adapter_model.safetensors")
     with pytest.raises(ModelError, match="has no lora_A"):
         read_adapters([("a", folder)], cfg_of("llama"))
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "a", LORA / "llama_all")
+    numbers = load_file(folder / "adapter_model.safetensors")
+    save_file(numbers | {Q_A: np.ones((4, 95), np.float32)}, folder / "adapter_model.safetensors")
+
+    def about_to_read(_: OpenedModel) -> None:
+        raise AssertionError
+
+    with pytest.raises(ModelError, match=r"shape \[4, 95\]"):
+        open_plainly(
+            GOLDENS / "llama" / "model",
+            16,
+            128,
+            lora_paths=[("a", folder)],
+            before_weights=about_to_read,
+        )
 
 
 def test_a_network_with_latent_attention_takes_none() -> None:
