@@ -37,7 +37,7 @@ class Membership:
     ) -> None:
         self.members: tuple[wire.Member, ...] = ()
         self.model_digest = ""  # of the workers' model; "" before any worker was seen
-        self.adapters: tuple[str, ...] | None = None  # of that model
+        self.adapters: tuple[str, ...] | None = None  # of that model, by name
         self._config = config
         self._context = context
         self._on_change = on_change
@@ -173,7 +173,8 @@ class Membership:
                 min(info.context_length, info.max_request_tokens) for info in infos
             )
             self.model_digest = infos[0].model_digest
-            self.adapters = infos[0].adapters
+            own = self._config.model_name
+            self.adapters = tuple(name for name in infos[0].adapters if name != own)
         self._on_change()
 
     def broken(self, link: WorkerLink) -> None:

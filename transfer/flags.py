@@ -126,7 +126,9 @@ def _value_options(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Union:
         return _number_or_word(hint)
     if get_origin(hint) is tuple and get_args(hint)[0] is NamedPath:
-        return {"type": _named_path, "metavar": "NAME=PATH", "nargs": "+"}
+        how = {"type": _named_path, "metavar": "NAME=PATH"}
+        # May come several times. With a default, that would be what it extends.
+        return how | {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
     if get_origin(hint) is tuple:
         return {"type": _texts, "metavar": "JSON"}
     if isinstance(hint, UnionType):

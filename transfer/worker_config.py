@@ -111,11 +111,20 @@ class WorkerConfig:
                 "--enable-hierarchical-cache keeps what the prefix cache evicts, got "
                 "--disable-radix-cache"
             )
+        self._check_adapters()
+        if self.disaggregation_transfer_backend == "nixl":
+            nixl_agent.find()
+
+    def _check_adapters(self) -> None:
+        """Raises ConfigError for names that do not tell a client's models apart."""
         names = [adapter.name for adapter in self.lora_paths]
         if len(set(names)) < len(names):
             raise ConfigError(f"--lora-paths must name each adapter once, got {', '.join(names)}")
-        if self.disaggregation_transfer_backend == "nixl":
-            nixl_agent.find()
+        if self.model_name in names:
+            raise ConfigError(
+                f"--lora-paths: {self.model_name!r} is the model's own name; name the adapter or "
+                "the model (--served-model-name) otherwise"
+            )
 
     def _check_placing(self) -> None:
         """Raises ConfigError for a placement of experts that makes no sense."""

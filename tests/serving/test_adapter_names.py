@@ -14,7 +14,10 @@ from serving.openai_api import ChatReader, CompletionReader
 from serving.openai_fields import read_chat, read_completion
 from serving.protocol import ServedModel
 from serving.sglang_api import GenerateReader, read_generate
+from tests.fakes import FakeCluster, until
 from tests.serving.live import tokenizer_of_tests
+from transfer import wire
+from transfer.errors import ConfigError
 from transfer.flags import Parser, add_flags, argv_of, config_from
 from transfer.prefix_cache import salt_of
 from transfer.worker_config import WORKER_HELP, WorkerConfig
@@ -42,6 +45,7 @@ def test_each_adapter_is_a_name_and_a_path() -> None:
         ("b", "rel=ative"),
     ]
     assert config.port == 5
+    assert parsed("--lora-paths", "a=/x/a", "--port=5", "--lora-paths=b=rel=ative") == config
     assert parsed(*[x for x in argv_of(config) if x not in NEEDED]) == config
     assert parsed().lora_paths == ()
 
@@ -67,8 +71,20 @@ def test_what_is_no_adapter_is_refused(
 
 
 def test_a_name_is_given_once() -> None:
-    with pytest.raises(Exception, match="--lora-paths must name each adapter once, got a, a"):
+    with pytest.raises(ConfigError, match="--lora-paths must name each adapter once, got a, a"):
         parsed("--lora-paths", "a=x", "a=y")
+    for own in (["--lora-paths", "m=x"], ["--served-model-name=base", "--lora-paths", "base=x"]):
+        with pytest.raises(ConfigError, match=r"'(m|base)' is the model's own name"):
+            parsed(*own)
+
+
+async def test_an_adapter_with_the_name_that_serve_gives_the_model_is_not_listed() -> None:
+    async with FakeCluster() as cluster:
+        dispatcher = await cluster.dispatcher(served_model_name="base")
+        for worker in (*cluster.prefill, *cluster.decode):
+            info = msgspec.structs.replace(worker.info(), adapters=("sql", "base"))
+            cluster.registry.set(wire.Member(info, worker.epoch, worker.load))
+        await until(lambda: dispatcher.adapters() == ("sql",))
 
 
 async def test_a_request_has_the_adapter_that_it_names() -> None:
