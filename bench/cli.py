@@ -129,6 +129,22 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server-args", type=server_args, default="", help="more flags of `kvferry up`, quoted"
     )
+    _add_requests(parser)
+    parser.add_argument(
+        "--slo-ttft-ms", type=moderate, help="longest TTFT of requests that goodput counts"
+    )
+    parser.add_argument(
+        "--slo-tpot-ms", type=moderate, help="longest TPOT of requests that goodput counts"
+    )
+    parser.add_argument(
+        "--timeout-s", type=moderate, default=600.0, help="seconds a request may take"
+    )
+    parser.add_argument(
+        "--warm-up", type=at_least(0), default=2, help="requests with other tokens to send first"
+    )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-requests",
         type=numbers,
@@ -171,18 +187,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="ID",
         help="bias answers to this token, so that every draft is right",
-    )
-    parser.add_argument(
-        "--slo-ttft-ms", type=moderate, help="longest TTFT of requests that goodput counts"
-    )
-    parser.add_argument(
-        "--slo-tpot-ms", type=moderate, help="longest TPOT of requests that goodput counts"
-    )
-    parser.add_argument(
-        "--timeout-s", type=moderate, default=600.0, help="seconds a request may take"
-    )
-    parser.add_argument(
-        "--warm-up", type=at_least(0), default=2, help="requests with other tokens to send first"
     )
 
 
