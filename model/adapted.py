@@ -3,13 +3,14 @@
 All adapters lie side by side in two matrices, one into their ranks and one out of them. Every row
 is multiplied by all of them, and what is not of its own adapter becomes zero in between. So a
 program does the same whatever its rows ask for, and gathers no weights: some hundred more columns
-cost less than that. Source: arXiv:2106.09685, section 4.1.
+cost less than that. On a CPU it leaves all of it out while no row has an adapter.
+Source: arXiv:2106.09685, section 4.1.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from model.products import LayerWeights, product
@@ -33,13 +34,18 @@ def with_adapters(
 
     parts: the product, see model.products.product_parts. inputs: see LayerWeights.matrix.
     """
-    if weights.adapters is None or name + INTO not in weights:
+    own = weights.adapters
+    if own is None or name + INTO not in weights:
         return parts
-    with jax.named_scope("adapters"):
-        rows, num = weights.adapters.shape
-        inner = product(x, weights.matrix(name + INTO, inputs))
-        inner = inner.reshape(rows, num, -1)
+
+    def added(parts: Float[Array, "parts rows b"]) -> Float[Array, "parts rows b"]:
+        rows, num = own.shape
+        inner = product(x, weights.matrix(name + INTO, inputs)).reshape(rows, num, -1)
         # Not times zero, which is NaN where another adapter's sum is infinite.
-        inner = jnp.where(weights.adapters[:, :, None], inner, np.float32(0))
-        added = product(inner.reshape(rows, -1), weights.matrix(name + OUT_OF))
-        return parts.at[0].add(added)
+        inner = jnp.where(own[:, :, None], inner, np.float32(0))
+        return parts.at[0].add(product(inner.reshape(rows, -1), weights.matrix(name + OUT_OF)))
+
+    with jax.named_scope("adapters"):
+        if not weights.on_cpu:  # the host would have to wait for the answer
+            return added(parts)
+        return lax.cond(jnp.any(own), added, lambda parts: parts, parts)
