@@ -188,7 +188,7 @@ class KernelBench:
                 length = jnp.zeros(scores.shape[0], jnp.int32)
                 history = none, length, length
                 own = Asks.ANYTHING if on_cpu else asks
-                return sample(scores, rows, lambda: history, token_idx, None, own, on_cpu)
+                return sample(scores, rows, lambda: history, token_idx, None, None, own, on_cpu)
 
             for slots in self.shape.slots:
                 scores = jnp.asarray(self.rng.standard_normal((slots, vocab), np.float32))

@@ -11,11 +11,11 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from model.buckets import Drafting
-from model.sampling import NOT_A_TOKEN
+from model.sampling import NOTHING_LEFT
 
 # In place of tokens, behind those that a step drew for a slot.
-REJECTED = NOT_A_TOKEN - 1  # there was a draft, but it or one before it was not what was drawn
-NO_DRAFT = NOT_A_TOKEN - 2
+REJECTED = NOTHING_LEFT - 1  # there was a draft, but it or one before it was not what was drawn
+NO_DRAFT = NOTHING_LEFT - 2
 
 
 def propose(

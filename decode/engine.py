@@ -31,7 +31,15 @@ from model.page_runs import GatheredRuns, PlacedRuns
 from model.pieces import NO_ADAPTER, Piece
 from model.placement import ExpertArgs
 from model.programs import MemoryPlan, Program, abstract_like
-from model.sampling import Asks, SampleOut, allowed_mask, empty_rows, set_row
+from model.sampling import (
+    Asks,
+    SampleOut,
+    allowed_mask,
+    empty_rows,
+    no_bad_words,
+    set_bad_words,
+    set_row,
+)
 from model.sharding import (
     COLUMNS_OF_RANKS,
     POOL_SPEC,
@@ -227,6 +235,7 @@ class DecodeEngine:
                 mask = allowed_mask(start.params, fresh.masks.shape[1])
                 if mask is not None:
                     fresh.masks[row] = mask
+                set_bad_words(fresh.bad_words[row], start.params)
                 if self._draws is not None:
                     self._draws.start(start.slot, start.params)
             self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))
@@ -450,6 +459,7 @@ class DecodeEngine:
             page_table=np.zeros((num_slots, self._buckets.pages_per_slot), np.int32),
             ring=np.zeros((num_slots, ring), np.int32) if ring else None,
             masks=np.zeros((num_slots, mask_words(self._model.cfg.vocab_size)), np.uint32),
+            bad_words=no_bad_words(num_slots),
             adapters=np.full(num_slots, NO_ADAPTER, np.int32) if self._model.dims.lora else None,
             rows=empty_rows(num_slots),
         )

@@ -26,6 +26,7 @@ class SlotState(NamedTuple):
     page_table: Any  # i32[S, P]
     ring: Any  # i32[S, R]: pages of layers with a window, see model/page_groups.py; None: none
     masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a mask
+    bad_words: Any  # i32[S, N, L]: see model.sampling.set_bad_words
     adapters: Any  # i32[S], see model/adapted.py; None: the model has none
     rows: SamplingRows  # leading axis S
 
@@ -148,9 +149,13 @@ def draw_tokens(
     def masks() -> Array:
         return _repeated(state.masks[safe], width)
 
+    def bad_words() -> Array:
+        return _repeated(state.bad_words[safe], width)
+
     all_rows = jax.tree.map(partial(_repeated, width=width), rows)
     token_idx = (lengths - prompt_len[:, None]).ravel()
-    out = sample(logits, all_rows, history, token_idx, masks, asks, model.on_cpu)
+    looked_at = history, token_idx, masks, bad_words
+    out = sample(logits, all_rows, *looked_at, asks, model.on_cpu)
     drawn = out.ids.reshape(-1, width)
     count = num_drawn(tried.token_ids[:, 1:], tried.is_draft[:, 1:], drawn)
     counts = jnp.arange(width, dtype=jnp.int32) < count[:, None]

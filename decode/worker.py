@@ -28,7 +28,7 @@ from decode.told import tell_step, told_leg
 from model.buckets import PrefillBuckets
 from model.chunks import FirstSample
 from model.page_runs import memory_pinner
-from model.sampling import NOT_A_TOKEN
+from model.sampling import NOTHING_LEFT
 from transfer import wire
 from transfer.backend import Finished, FirstToken, PagesArrived, SenderLost
 from transfer.bootstrap import RegistryClient
@@ -453,8 +453,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         """Read a step's tokens, send them, and end the rooms that they end."""
         plan, flight = done.plan, done.step
         token_ids, is_right = flight.token_ids()
-        for at in np.flatnonzero((token_ids == NOT_A_TOKEN).any(axis=1)).tolist():
-            self.fail_undrawn(int(plan.rooms[at]))
+        for at, column in np.argwhere((token_ids < 0) & (token_ids >= NOTHING_LEFT)).tolist():
+            self.fail_undrawn(int(plan.rooms[at]), int(token_ids[at, column]))
         result = self._scheduler.finish(plan, token_ids)
         for held in done.started:
             held.first_step_s = self.clock.monotonic_s()

@@ -25,6 +25,7 @@ from model.pieces import NO_ADAPTER, ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
 from model.programs import Program
 from model.sampling import (
+    NUM_BAD_WORDS,
     Asks,
     SampleOut,
     SamplingLike,
@@ -32,8 +33,10 @@ from model.sampling import (
     asks_of,
     empty_rows,
     looks_back,
+    no_bad_words,
     prompt_logprobs,
     sample,
+    set_bad_words,
     set_row,
 )
 from model.sharding import (
@@ -175,23 +178,26 @@ class ChunkPrograms[Q: ChunkPrompt]:
         kind = self._kinds.index((asks if self._apart else Asks.ANYTHING, width))
         history = np.zeros((seqs, width), np.int32)
         masks = np.zeros((seqs, self._mask_words(width)), np.uint32)
+        bad_words = no_bad_words(seqs, self._bad_words(width))
         for first in firsts:
             set_row(rows, first.row, first.params)
             lengths[:, first.row] = first.num_prompt_tokens, len(first.token_ids)
             if look_back:
                 history[first.row, : len(first.token_ids)] = first.token_ids
+                set_bad_words(bad_words[first.row], first.params)
             mask = first.mask
             if mask is None:
                 mask = allowed_mask(first.params, masks.shape[1])
             if mask is not None:
                 masks[first.row] = mask
-        return kind, (*jax.tree.leaves(rows), history, *lengths, masks)
+        return kind, (*jax.tree.leaves(rows), history, *lengths, masks, bad_words)
 
     def sample_first(self, kind: int, *arrays: np.ndarray) -> SampleOut:
         """Dispatch draws from the last chunk; row i belongs to row i of its logits."""
-        *leaves, history, prompt_len, length, masks = arrays
+        *leaves, history, prompt_len, length, masks, bad_words = arrays
         rows = jax.tree.unflatten(self._rows_tree, leaves)
-        out: SampleOut = self._sample[kind](self._logits, rows, history, prompt_len, length, masks)
+        looked_at = history, prompt_len, length, masks, bad_words
+        out: SampleOut = self._sample[kind](self._logits, rows, *looked_at)
         for array in out:
             array.copy_to_host_async()
         return out
@@ -200,6 +206,9 @@ class ChunkPrograms[Q: ChunkPrompt]:
 
     def _mask_words(self, width: int) -> int:
         return 0 if width == 1 else mask_words(self._model.cfg.vocab_size)
+
+    def _bad_words(self, width: int) -> int:
+        return 0 if width == 1 else NUM_BAD_WORDS
 
     def _lists(self, tokens: int) -> tuple[int, ...]:
         """Lengths of the list of pages: one, except where keys are made for all of its pages."""
@@ -304,6 +313,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
             jax.ShapeDtypeStruct((seqs, self._mask_words(width)), jnp.uint32),
+            no_bad_words(seqs, self._bad_words(width)),
         )
         function = partial(_sample_fn, self._model, asks)
         sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
@@ -375,6 +385,7 @@ def _sample_fn(
     prompt_len: Array,
     length: Array,
     masks: Array,
+    bad_words: Array,
 ) -> SampleOut:
     out = sample(
         last_logits,
@@ -382,6 +393,7 @@ def _sample_fn(
         lambda: (history, prompt_len, length),
         length - prompt_len,
         (lambda: masks) if masks.size else None,
+        (lambda: bad_words) if bad_words.size else None,
         asks,
         model.on_cpu,
     )

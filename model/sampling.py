@@ -16,6 +16,7 @@ by what it knows of the rows (`asks_of`), a program with no more features than t
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -29,13 +30,18 @@ from model.filters import least_kept
 NUM_TOP = 20  # alternatives returned with a token
 NUM_BIAS = 300  # logit biases a request may set
 NUM_STOP = 16  # ids that end a request
-NOT_A_TOKEN = -1  # drawn from logits that are no distribution: NaN, or infinite
+NUM_BAD_WORDS = 128  # sequences of tokens that must not be drawn
+BAD_WORD_TOKENS = 16  # of each
+# In place of a token:
+NOT_A_TOKEN = -1  # the logits are no distribution: NaN, or infinite
+NOTHING_LEFT = -2  # the request's own limits, taken together, forbid every token
 
 # Below this a temperature cannot be told from greedy, and 1 / temperature overflows.
 MIN_TEMPERATURE = 1e-5
 
 History = Callable[[], tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, " B"]]]
 Masks = Callable[[], UInt32[Array, "B W"]]
+BadWords = Callable[[], Int[Array, "B N L"]]
 
 
 class SamplingRows(NamedTuple):
@@ -58,12 +64,13 @@ class SamplingRows(NamedTuple):
     min_tokens: Any  # i32[B], no stop id is drawn before this token index
     num_top_logprobs: Any  # i32[B], -1 none, 0 the chosen token's only, up to NUM_TOP
     has_mask: Any  # bool[B], only tokens of the row's mask are drawn
+    has_bad_words: Any  # bool[B], none of the row's sequences is completed
 
 
 class SampleOut(NamedTuple):
     """What one step draws, B rows."""
 
-    ids: Any  # i32[B]; NOT_A_TOKEN from logits that are not finite
+    ids: Any  # i32[B]; NOT_A_TOKEN from logits that are not finite, or NOTHING_LEFT
     logprobs: Any  # f32[B], log-softmax of the logits as given, at ids
     top_ids: Any  # i32[B, NUM_TOP], best first; zeros when no row asks
     top_logprobs: Any  # f32[B, NUM_TOP]; zeros when no row asks
@@ -110,6 +117,8 @@ class SamplingLike(Protocol):
     def grammar(self) -> str: ...
     @property
     def allowed(self) -> bytes: ...
+    @property
+    def bad_words(self) -> Sequence[Sequence[int]]: ...
 
 
 # --- packing, on the host ---------------------------------------------------------------------
@@ -132,7 +141,13 @@ def empty_rows(num_rows: int) -> SamplingRows:
         min_tokens=np.zeros(num_rows, np.int32),
         num_top_logprobs=np.full(num_rows, -1, np.int32),
         has_mask=np.zeros(num_rows, np.bool_),
+        has_bad_words=np.zeros(num_rows, np.bool_),
     )
+
+
+def no_bad_words(num_rows: int, num_words: int = NUM_BAD_WORDS) -> np.ndarray:
+    """i32[num_rows, num_words, BAD_WORD_TOKENS]: the tables of rows without bad words."""
+    return np.full((num_rows, num_words, BAD_WORD_TOKENS), -1, np.int32)
 
 
 def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
@@ -164,16 +179,31 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     rows.min_tokens[row] = params.min_tokens
     rows.num_top_logprobs[row] = params.num_top_logprobs
     rows.has_mask[row] = bool(params.grammar or params.allowed)
+    rows.has_bad_words[row] = bool(params.bad_words)
+
+
+def set_bad_words(table: np.ndarray, params: SamplingLike) -> None:
+    """Write a request's sequences into a row's table, in place; a sequence ends where its row does.
+
+    table: of no_bad_words. Raises ValueError when a table does not hold them.
+    """
+    longest = max(map(len, params.bad_words), default=0)
+    if len(params.bad_words) > NUM_BAD_WORDS or longest > BAD_WORD_TOKENS:
+        most = f"expected at most {NUM_BAD_WORDS} bad words of {BAD_WORD_TOKENS} tokens"
+        raise ValueError(f"{most}, got {len(params.bad_words)} of up to {longest}")
+    for place, word in enumerate(params.bad_words):
+        table[place, BAD_WORD_TOKENS - len(word) :] = word
 
 
 def looks_back(params: SamplingLike) -> bool:
-    """Whether the draw looks at all tokens so far, or at a mask."""
+    """Whether the draw looks at tokens so far, or at a mask."""
     return bool(
         params.repetition_penalty != 1.0
         or params.frequency_penalty
         or params.presence_penalty
         or params.grammar
         or params.allowed
+        or params.bad_words
     )
 
 
@@ -208,29 +238,33 @@ def sample(
     history: History,
     token_idx: Int[Array, " B"],
     masks: Masks | None = None,
+    bad_words: BadWords | None = None,
     asks: Asks = Asks.ANYTHING,
     on_cpu: bool = True,
 ) -> SampleOut:
     """Draw one token a row.
 
     logits: f32[B, V]. token_idx: i32[B], index of the token to draw, 0 = first generated.
-    history: called while tracing, used only when a row has a penalty; gives ids i32[B, C],
-        prompt_len i32[B] and length i32[B]: positions < prompt_len are the prompt,
+    history: called while tracing, used only when a row has a penalty or bad words; gives ids
+        i32[B, C], prompt_len i32[B] and length i32[B]: positions < prompt_len are the prompt,
         prompt_len <= positions < length were generated, the rest is ignored.
     masks: called while tracing, used only when a row has a mask; gives u32[B, W], see
-        model.buckets.mask_words. None: no row has one. A mask without a bit leaves nothing to
-        draw: its maker has to prevent that.
+        model.buckets.mask_words. None: no row has one.
+    bad_words: called while tracing, used only when a row has some; gives i32[B, N, L], see
+        set_bad_words. None: no row has any.
     asks: no row may ask for more. Below ANYTHING, what rows may ask for is computed whether or not
         one does.
     on_cpu: whether to use the forms of operations for a CPU.
     Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens, mask,
-    temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
-    the mask. Entries that tie with the last one kept by top-k or top-p are kept too.
+    bad words, temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit
+    after the bad words. Entries that tie with the last one kept by top-k or top-p are kept too.
     """
     rows = jax.tree.map(jnp.asarray, rows)
     with jax.named_scope("sample"):
         tests = asks is Asks.ANYTHING
-        edited = _edit(logits, rows, history, token_idx, masks) if tests else logits
+        edited = logits
+        if tests:
+            edited = _edit(logits, rows, history, token_idx, masks, bad_words)
         greedy = _first_best(edited, on_cpu)
 
         def drawn() -> Array:
@@ -242,6 +276,9 @@ def sample(
             ids = lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
         elif asks is not Asks.GREEDY:
             ids = drawn()
+        if tests:
+            found = jnp.take_along_axis(edited, ids[:, None], axis=-1)[:, 0]
+            ids = jnp.where(found == -jnp.inf, NOTHING_LEFT, ids)
         log_total = jax.nn.logsumexp(logits, axis=-1)
         # A NaN anywhere in the row is in its sum; a draw from it would be an arbitrary token.
         ids = jnp.where(jnp.isfinite(log_total), ids, NOT_A_TOKEN)
@@ -299,9 +336,14 @@ def prompt_logprobs(
 
 
 def _edit(
-    logits: Array, rows: SamplingRows, history: History, token_idx: Array, masks: Masks | None
+    logits: Array,
+    rows: SamplingRows,
+    history: History,
+    token_idx: Array,
+    masks: Masks | None,
+    bad_words: BadWords | None,
 ) -> Array:
-    """Penalties, bias, the wait for min_tokens and masks, each only when a row asks."""
+    """Penalties, bias, the wait for min_tokens, masks and bad words, each only when a row asks."""
     has_penalty = jnp.any(
         (rows.repetition_penalty != 1.0)
         | (rows.frequency_penalty != 0.0)
@@ -310,16 +352,22 @@ def _edit(
     waits = token_idx < rows.min_tokens
     has_bias = jnp.any(rows.bias_values != 0.0) | jnp.any(waits)
     has_mask = jnp.any(rows.has_mask) & (masks is not None)
+    has_bad_words = jnp.any(rows.has_bad_words) & (bad_words is not None)
 
     def apply() -> Array:
         edited = lax.cond(has_penalty, lambda: _penalise(logits, rows, history), lambda: logits)
         edited = lax.cond(has_bias, lambda: _bias(edited, rows, waits), lambda: edited)
-        if masks is None:
-            return edited
-        return lax.cond(has_mask, lambda: _masked(edited, rows, masks()), lambda: edited)
+        if masks is not None:
+            masked = partial(_masked, edited, rows)
+            edited = lax.cond(has_mask, lambda: masked(masks()), lambda: edited)
+        if bad_words is not None:
+            without = partial(_without, edited, history)
+            edited = lax.cond(has_bad_words, lambda: without(bad_words()), lambda: edited)
+        return edited
 
     # One test in the common case; on a GPU each costs a round trip of its predicate.
-    return lax.cond(has_penalty | has_bias | has_mask, apply, lambda: logits)
+    asks = has_penalty | has_bias | has_mask | has_bad_words
+    return lax.cond(asks, apply, lambda: logits)
 
 
 def _penalise(logits: Array, rows: SamplingRows, history: History) -> Array:
@@ -359,6 +407,25 @@ def _masked(logits: Array, rows: SamplingRows, masks: Array) -> Array:
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
     allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] != 0
     return jnp.where(allowed | ~rows.has_mask[:, None], logits, -jnp.inf)
+
+
+def _without(logits: Array, history: History, bad_words: Array) -> Array:
+    """-inf for the last token of each sequence whose others the output ends with.
+
+    A row without sequences has -1 alone in its table and stays as it is.
+    """
+    ids, prompt_len, length = history()
+    num_rows, vocab = logits.shape
+    begins, last = bad_words[:, :, :-1], bad_words[:, :, -1]
+    back = jnp.arange(-begins.shape[2], 0, dtype=jnp.int32)
+    position = length[:, None] + back
+    ends = jnp.take_along_axis(ids, jnp.maximum(position, 0), axis=1)
+    ends = jnp.where(position >= prompt_len[:, None], ends, -1)  # only the output counts
+    begun = jnp.all((begins == ends[:, None, :]) | (begins < 0), axis=2)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    # Scatter counts a negative index from the end; past the end it drops it.
+    forbidden = jnp.where(begun & (last >= 0), last, vocab)
+    return logits.at[row, forbidden].set(-jnp.inf, mode="drop")
 
 
 # --- filters and the draw ---------------------------------------------------------------------

@@ -20,7 +20,7 @@ from model.opening import OpenedModel, on_cpu
 from model.pieces import NO_ADAPTER
 from model.profiles import Profiler
 from model.programs import CompileCounter
-from model.sampling import NOT_A_TOKEN, SampleOut
+from model.sampling import NOTHING_LEFT, SampleOut
 from transfer import flags, wire
 from transfer.backend import FirstToken
 from transfer.chunk_times import micros
@@ -286,8 +286,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
                 continue
             submit = held.submit
             token_id, token_idx = int(out.ids[row]), submit.num_generated
-            if token_id == NOT_A_TOKEN:
-                self.fail_undrawn(submit.room)
+            if token_id < 0:
+                self.fail_undrawn(submit.room, token_id)
                 continue
             finish = finish_of(token_id, token_idx, submit.sampling)
             by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
@@ -310,8 +310,12 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             self._tell_failed(held.submit, code, message)
             self.drop(room, code.value)
 
-    def fail_undrawn(self, room: int) -> None:
-        """Fail a room whose logits are no distribution: no token is better than any token."""
+    def fail_undrawn(self, room: int, why: int) -> None:
+        """Fail a room that drew no token; why: the number in its place, see model.sampling."""
+        if why == NOTHING_LEFT:
+            what = "bad_words, with what else limits the tokens of the answer, leave none to draw"
+            self.fail(room, Code.BAD_REQUEST, what)
+            return
         message = f"the model's output in {self.worker_id()} is not finite: no token can be drawn"
         self.fail(room, Code.INTERNAL, message)
 

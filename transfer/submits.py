@@ -22,6 +22,8 @@ def malformed(submit: wire.Submit) -> str:
         ("stop_token_ids", len(sampling.stop_token_ids), wire.MAX_STOP_IDS),
         ("logit_bias", len(sampling.logit_bias), wire.MAX_LOGIT_BIAS),
         ("num_top_logprobs", sampling.num_top_logprobs, wire.NUM_TOP_LOGPROBS),
+        ("bad_words", len(sampling.bad_words), wire.MAX_BAD_WORDS),
+        ("bad_words", max(map(len, sampling.bad_words), default=0), wire.MAX_BAD_WORD_TOKENS),
         ("grammar", len(sampling.grammar.encode()), wire.MAX_GRAMMAR_BYTES),
     ):
         if got > most:

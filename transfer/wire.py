@@ -1,8 +1,7 @@
 """Every control message between two processes: frozen, typed, versioned; read this file first.
 
-Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects.
-docs/protocol.md says who sends which message to whom, and what answers it. Pages do not travel in
-these messages: they are frames of the data plane (transfer/backend.py).
+Arrays travel as little-endian bytes (`pack_i32` and friends), pages as frames of the data plane
+(transfer/backend.py). docs/protocol.md says who sends which message to whom, and what answers it.
 """
 
 import functools
@@ -21,6 +20,7 @@ NUM_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
 MAX_GRAMMAR_BYTES = 128 << 10
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 16
 
 Role = Literal["prefill", "decode"]
 
@@ -51,6 +51,7 @@ class SamplingParams(Message):
     prompt_logprobs_start: I32 = -1  # -1 none; else positions >= start get logprobs
     grammar: str = ""  # in llguidance's format (transfer/grammars.py); "" = any token may follow
     allowed: bytes = b""  # mask of the only ids that may be drawn (model.buckets); b"" = all may
+    bad_words: tuple[tuple[I32, ...], ...] = ()  # sequences that the output must not have
 
 
 class WorkerRef(Message):
@@ -76,9 +77,8 @@ class Submit(Message):
     decode: WorkerRef
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     adapter: str = ""  # the name of one of the workers' adapters; "" = the model alone
-    # Data-parallel ranks fixed for the two workers; -1: the worker chooses.
-    routed_dp_rank: I32 = -1  # of decode
-    disagg_prefill_dp_rank: I32 = -1
+    routed_dp_rank: I32 = -1  # decode's data-parallel rank; -1: decode chooses
+    disagg_prefill_dp_rank: I32 = -1  # the same of prefill
 
     @property
     def num_generated(self) -> int:

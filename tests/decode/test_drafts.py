@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -310,6 +311,31 @@ def test_the_same_tokens_are_drawn_as_without_drafts(how: str, dp_size: int) -> 
             assert drafted[room].drawn == request.drawn
             assert drafted[room].finish == request.finish != RUNNING
         assert 0 < accepted < made
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_no_draft_completes_a_sequence_that_must_not_be_drawn(dp_size: int) -> None:
+    tokenizer = Tokenizer.from_dir(demo_model_path())
+
+    def drawn(words: tuple[tuple[int, ...], ...], tries: bool) -> list[list[int]]:
+        params = msgspec.structs.replace(PARAMS["greedy"], bad_words=words)
+        requests = {
+            room: Request(np.array(tokenizer.encode(text), np.int32), params)
+            for room, text in enumerate(PROMPTS, start=1)
+        }
+        _, accepted = run(dp_size, requests, lambda number: tries)
+        assert (accepted > 0) is tries
+        return [request.drawn for request in requests.values()]
+
+    free = drawn((), tries=True)
+    # Of each answer what is drawn first, and three tokens behind what was repeated by then.
+    words = tuple(tuple(ids[at : at + n]) for ids in free for at, n in ((0, 1), (40, 3)))
+    held = drawn(words, tries=True)
+    assert held == drawn(words, tries=False)
+    for ids, others in zip(held, free, strict=True):
+        assert ids != others
+        spans = {tuple(ids[at : at + n]) for at in range(len(ids)) for n in (1, 3)}
+        assert not spans & {*words}
 
 
 # --- whether it pays ------------------------------------------------------------------------------

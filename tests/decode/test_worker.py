@@ -1,12 +1,15 @@
 """What decode does with pages, steps and ends, event by event; tests/sim covers the rest."""
 
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from decode.engine import StepInFlight
 from decode.held import GrantFailed
 from decode.speculation import Speculation
+from model.sampling import NOT_A_TOKEN, NOTHING_LEFT
 from tests.sim.alone import PAGE, Alone
 from tests.sim.network import chain, draw, kv_of
 from tests.sim.workers import SimDecode
@@ -149,6 +152,44 @@ def test_a_request_that_its_first_token_ended_takes_no_step() -> None:
     assert [leg.ending for leg in alone.legs()] == [""]
     assert not any(batch.num_rows or batch.events for batch in alone.batches)
     worker.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("drawn", "code"), [(NOT_A_TOKEN, "internal"), (NOTHING_LEFT, "bad_request")]
+)
+def test_a_slot_that_can_draw_nothing_fails_and_its_neighbours_go_on(
+    drawn: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, worker = decode()
+    for room in (1, 2):
+        start(alone, room, max_new=4)
+    step, seat = worker._engine.step, worker._held[2].seat
+    assert seat is not None
+
+    def undrawn(slots: np.ndarray, *args: Any) -> StepInFlight:
+        flight = step(slots, *args)
+        ids = np.array(flight.out.ids)
+        ids[flight.rows[slots == seat.slot]] = drawn
+        return replace(flight, out=flight.out._replace(ids=ids))
+
+    monkeypatch.setattr(worker._engine, "step", undrawn)
+    while alone.turn():
+        pass
+    assert alone.events() == [("failed", 2, code)]
+    assert {leg.room: leg.ending for leg in alone.legs()} == {1: "", 2: code}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(((1,),) * 129, "129, at most 128"), (((2,), (1,) * 17), "17, at most 16")],
+)
+def test_sequences_that_no_slot_holds_are_refused(
+    words: tuple[tuple[int, ...], ...], named: str
+) -> None:
+    alone, worker = decode()
+    refusal = worker.refusal(alone.leg(1, sampling=wire.SamplingParams(9, bad_words=words)))
+    assert refusal is not None
+    assert (refusal.code, refusal.message) == ("bad_request", f"bad_words: {named}")
 
 
 def test_a_dry_pool_sends_the_youngest_away_and_the_oldest_goes_on() -> None:

@@ -19,7 +19,16 @@ GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 DRAWN = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 FILTERED = msgspec.structs.replace(DRAWN, top_k=40, top_p=0.9)
 TOLD = msgspec.structs.replace(DRAWN, num_top_logprobs=3)
+WORDLESS = msgspec.structs.replace(GREEDY, bad_words=tuple((i,) for i in range(0, 256, 2)))
 EDITED = msgspec.structs.replace(FILTERED, repetition_penalty=1.3)
+ASKED = (
+    (GREEDY,),
+    (GREEDY, DRAWN),
+    (FILTERED, GREEDY),
+    (TOLD, DRAWN),
+    (EDITED,),
+    (WORDLESS, DRAWN),
+)
 
 
 def _engine(dp_size: int, apart: bool) -> PrefillEngine:
@@ -37,7 +46,7 @@ def test_what_is_asked_of_a_chunk_apart_is_what_one_program_says(dp_size: int) -
     for apart in (False, True):
         engine = _engine(dp_size, apart)
         told, names = [], []
-        for asked in ((GREEDY,), (GREEDY, DRAWN), (FILTERED, GREEDY), (TOLD, DRAWN), (EDITED,)):
+        for asked in ASKED:
             for wants in (False, True):
                 prompts = [
                     Prompt(room, ids[room], 0.0, pages=[3 * room + n for n in range(3)])
@@ -55,6 +64,8 @@ def test_what_is_asked_of_a_chunk_apart_is_what_one_program_says(dp_size: int) -
                 kind, _ = engine._chunks.pack_firsts(firsts)
                 names.append(engine._chunks._sample[kind].name)
                 drawn = engine.sample_first(firsts)
+                if asked[0] is WORDLESS:
+                    assert int(drawn.ids[chunk.pieces[0].row]) % 2
                 told.append((chunk.logits, chunk.prompt_logprobs or (), drawn))
         found.append(told)
         kinds.append(names)
@@ -62,7 +73,7 @@ def test_what_is_asked_of_a_chunk_apart_is_what_one_program_says(dp_size: int) -
         np.testing.assert_array_equal(logits, others)
         for one, other in zip((*asked_, *drawn), (*same, *again), strict=True):
             np.testing.assert_array_equal(one, other)
-    whole = ["sample[anything, history=1]"] * 8 + ["sample[anything, history=128]"] * 2
+    whole = ["sample[anything, history=1]"] * 8 + ["sample[anything, history=128]"] * 4
     assert kinds[0] == whole
     least = [f"sample[{asks.name.lower()}, history=1]" for asks in list(Asks)[:3] for _ in range(2)]
     assert kinds[1] == [*least, *whole[6:]]

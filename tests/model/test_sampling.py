@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model import sampling
 from model.buckets import mask_words
-from model.sampling import NUM_BIAS, NUM_STOP, NUM_TOP, Asks
+from model.sampling import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_BIAS, NUM_STOP, NUM_TOP, Asks
 from transfer import wire
 
 VOCAB = 40
@@ -38,6 +38,7 @@ class Request:
     num_top_logprobs: int = -1
     grammar: str = ""
     allowed: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
     mask: tuple[int, ...] = ()  # ids that the grammar allows
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
@@ -413,6 +414,7 @@ KINDS = (
     (Asks.ANYTHING, Request(min_tokens=2, stop_token_ids=(3,))),
     (Asks.ANYTHING, Request(grammar="any", mask=(3,))),
     (Asks.ANYTHING, Request(allowed=b"\x08")),
+    (Asks.ANYTHING, Request(bad_words=((3,),))),
 )
 
 
@@ -428,10 +430,14 @@ def test_a_program_that_has_what_rows_ask_for_draws_what_one_that_has_everything
     none = jnp.zeros((BATCH, HISTORY), jnp.int32), *(jnp.zeros(BATCH, jnp.int32),) * 2
     token_idx = jnp.arange(BATCH, dtype=jnp.int32)
     masks = jnp.full((BATCH, mask_words(VOCAB)), 8, jnp.uint32)
+    bad_words = sampling.no_bad_words(BATCH)
+    sampling.set_bad_words(bad_words[1], request_)
     found = []
     for kind in (asks, Asks.ANYTHING):
         run = partial(sampling.sample, asks=kind)
-        out = jax.jit(lambda x, run=run: run(x, rows, lambda: none, token_idx, lambda: masks))
+        limits = (lambda: masks), (lambda: jnp.asarray(bad_words))
+        args = rows, lambda: none, token_idx, *limits
+        out = jax.jit(lambda x, run=run, args=args: run(x, *args))
         found.append(out(logits))
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -488,3 +494,5 @@ def test_the_limits_are_those_of_the_wire():
     assert NUM_TOP == wire.NUM_TOP_LOGPROBS
     assert NUM_BIAS == wire.MAX_LOGIT_BIAS
     assert NUM_STOP == wire.MAX_STOP_IDS
+    assert NUM_BAD_WORDS == wire.MAX_BAD_WORDS
+    assert BAD_WORD_TOKENS == wire.MAX_BAD_WORD_TOKENS

@@ -38,12 +38,13 @@ class Row:
     num_top_logprobs: int
     grammar: str
     allowed: bytes
+    bad_words: tuple[tuple[int, ...], ...]
     mask: tuple[int, ...]
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
 
-PLAIN = Row(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, (), 0, (), 0, -1, "", b"", (), (1,), ())
+PLAIN = Row(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, (), 0, (), 0, -1, "", b"", (), (), (1,), ())
 
 
 # --- the reference ----------------------------------------------------------------------------
@@ -86,6 +87,9 @@ def edited(logits, row):
         logits[list(row.stop_token_ids)] = -INF
     if row.grammar:
         logits[~np.isin(np.arange(VOCAB), row.mask)] = -INF
+    for *begin, last in row.bad_words:
+        if list(row.output[len(row.output) - len(begin) :]) == begin:
+            logits[last] = -INF
     return logits
 
 
@@ -109,6 +113,9 @@ def kept(values, row, slack):
 def check_id(token, logits, row):
     """The token is the reference's, or one as good but for rounding to f32."""
     values = edited(logits, row)
+    if values.max() == -INF:
+        assert token == sampling.NOTHING_LEFT
+        return
     assert values[token] > -INF, "forbidden"
     if row.temperature == 0:
         assert values[token] >= values.max() - 2e-5 * max(1, abs(values.max()))
@@ -122,7 +129,7 @@ def check_id(token, logits, row):
 
 
 def check_logprobs(out, at, logits, row):
-    """Those of the logits as given."""
+    """Those of the logits as given, of whatever was drawn."""
     wide = logits.astype(np.float64)
     wide = wide - (np.log(np.exp(wide - wide.max()).sum()) + wide.max())
     near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -159,6 +166,10 @@ def draw_row(rng, logits):
 
     finite = np.flatnonzero(logits > -INF).tolist()
     mask = tuple(rng.choice(finite, rng.integers(1, 12)).tolist())
+    prompt, output = ids(CONTEXT // 2, least=1), ids(CONTEXT // 2)
+    ends = [output[len(output) - n :] for n in rng.integers(0, 1 + min(len(output), 5), 40)]
+    best = np.argsort(-logits)[:60].tolist()
+    words = [*((*end, best[i]) for i, end in enumerate(ends)), (*prompt[-1:], *output, best[59])]
     is_masked = rng.random() < 0.3
     bias = {i: float(rng.choice([-100, 100, *rng.normal(0, 5, 3)])) for i in ids(9)}
     return Row(
@@ -177,9 +188,10 @@ def draw_row(rng, logits):
         num_top_logprobs=maybe(-1, 0, 1, NUM_TOP),
         grammar="form" if is_masked else "",
         allowed=b"",
+        bad_words=maybe((), tuple(words), (ids(5, least=1), ids(5, least=1))),
         mask=mask,
-        prompt=ids(CONTEXT // 2, least=1),
-        output=ids(CONTEXT // 2),
+        prompt=prompt,
+        output=output,
     )
 
 
@@ -188,10 +200,9 @@ def call(form):
     asks, on_cpu = form
 
     @jax.jit
-    def run(logits, rows, history, token_idx, masks):
-        return sampling.sample(
-            logits, rows, lambda: history, token_idx, lambda: masks, asks, on_cpu
-        )
+    def run(logits, rows, history, token_idx, masks, bad_words):
+        limits = (lambda: masks), (lambda: bad_words)
+        return sampling.sample(logits, rows, lambda: history, token_idx, *limits, asks, on_cpu)
 
     return run
 
@@ -204,8 +215,10 @@ def sampled(logits, rows, form):
     packed = sampling.empty_rows(BATCH)
     ids = np.full((BATCH, CONTEXT), 5, np.int32)
     masks = np.full((BATCH, mask_words(VOCAB)), 0x33333333, np.uint32)
+    bad_words = sampling.no_bad_words(BATCH)
     for at, row in enumerate(rows):
         sampling.set_row(packed, at, row)
+        sampling.set_bad_words(bad_words[at], row)
         ids[at, : len(row.prompt + row.output)] = row.prompt + row.output
         if row.grammar:
             bits = np.isin(np.arange(masks.shape[1] * 32), row.mask)
@@ -213,7 +226,8 @@ def sampled(logits, rows, form):
     outputs = np.array([len(row.output) for row in rows], np.int32)
     prompts = np.array([len(row.prompt) for row in rows], np.int32)
     history = ids, prompts, prompts + outputs
-    return jax.tree.map(np.asarray, RUNS[form](logits, packed, history, outputs, masks))
+    limits = masks, bad_words
+    return jax.tree.map(np.asarray, RUNS[form](logits, packed, history, outputs, *limits))
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
@@ -227,7 +241,8 @@ def test_a_draw_with_any_features_is_the_reference_one_in_every_program(batch):
         out = sampled(logits, fitting, (asks, on_cpu))
         for at in np.flatnonzero(fits):
             check_id(int(out.ids[at]), logits[at], rows[at])
-            check_logprobs(out, at, logits[at], rows[at])
+            if out.ids[at] != sampling.NOTHING_LEFT:
+                check_logprobs(out, at, logits[at], rows[at])
 
 
 @pytest.mark.parametrize("length", range(12))

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from model.sampling import NOT_A_TOKEN, SampleOut
+from model.sampling import NOT_A_TOKEN, NOTHING_LEFT, SampleOut
 from prefill.worker import EARLY_GRANT_S, LOAD_REFRESH_S, Granted
 from tests.prefill.test_worker import prefill
 from tests.sim.alone import Alone
@@ -287,20 +287,25 @@ def test_nothing_is_computed_before_grant_and_grammar_are_there(is_early: bool) 
     assert alone.turn()
 
 
-def test_a_room_whose_token_cannot_be_drawn_fails_and_sends_nothing_more() -> None:
+@pytest.mark.parametrize(
+    ("drawn", "code"), [(NOT_A_TOKEN, "internal"), (NOTHING_LEFT, "bad_request")]
+)
+def test_a_room_whose_token_cannot_be_drawn_fails_and_sends_nothing_more(
+    drawn: int, code: str
+) -> None:
     alone, worker = prefill()
     sample = worker._engine.sample_first
 
     def undrawn(firsts: Any) -> SampleOut:
         out = sample(firsts)
-        return out._replace(ids=np.full_like(out.ids, NOT_A_TOKEN))
+        return out._replace(ids=np.full_like(out.ids, drawn))
 
     worker._engine.sample_first = undrawn  # type: ignore[method-assign]
     granted(alone, 1)
     run_dry(alone)
-    assert alone.events() == [("failed", 1, "internal")]
+    assert alone.events() == [("failed", 1, code)]
     assert alone.tokens() == []
-    assert [leg.ending for leg in alone.legs()] == ["internal"]
+    assert [leg.ending for leg in alone.legs()] == [code]
     assert not worker.sender.open_rooms
 
 
