@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from serving.arrival import Arrival
+from serving.bad_words import check_bad_words, spellings_of
 from serving.call_grammar import (
     calls_form,
     calls_or_form,
@@ -97,6 +98,7 @@ class _Reader[F: OpenAIFields]:
     def _set_sampling(self, max_tokens: int | None) -> None:
         """Raises ApiError if a field is wrong. To be called once `_shown` is set."""
         fields, model = self._fields, self._model
+        self._bad_words = check_bad_words(fields.bad_words)
         self._sampling = sampling_of(
             fields,
             model,
@@ -106,11 +108,12 @@ class _Reader[F: OpenAIFields]:
             min_tokens=fields.min_tokens,
         )
 
-    def _request(
+    async def _request(
         self, header: str | None, prompts: list[Prompt], max_new_tokens: list[int], grammar: str
     ) -> Request:
-        """header: the id that one asks for. max_new_tokens: of each prompt."""
+        """header: the id that one asks for. max_new_tokens: of each prompt. Raises ApiError."""
         fields = self._fields
+        bad_words = await spellings_of(self._bad_words, self._model)
         request_id = request_id_of(header, self.id_prefix, fields.rid, fields.request_id)
         choices = []
         for prompt_idx, prompt in enumerate(prompts):
@@ -120,6 +123,7 @@ class _Reader[F: OpenAIFields]:
                     max_new_tokens=max_new_tokens[prompt_idx],
                     seed=seed_of(fields.seed, choice),
                     grammar=grammar,
+                    bad_words=bad_words,
                 )
                 index = prompt_idx * self._n + choice
                 choices.append(ChoiceAsk(index, prompt_idx, request_id, prompt, own, self._shown))
@@ -182,7 +186,7 @@ class CompletionReader(_Reader[CompletionFields]):
                 prompts.append(Prompt(given, text))
         grammar = await grammar_text(self._form, model.trial)
         new_tokens = [self._fit(len(prompt.ids)) for prompt in prompts]
-        return self._request(request_id, prompts, new_tokens, grammar)
+        return await self._request(request_id, prompts, new_tokens, grammar)
 
     def spelling(self, request: Request, arrival: Arrival, clock: Clock) -> Spelling:
         """How to spell the answer."""
@@ -324,7 +328,7 @@ class ChatReader(_Reader[ChatFields]):
             self.parsing = replace(self.parsing, reasoning="none")
         most = self._fit(len(ids), self._max_tokens, None)
         prompt = Prompt(ids, shown_text, text if fields.return_prompt_text else "")
-        return self._request(request_id, [prompt], [most], grammar)
+        return await self._request(request_id, [prompt], [most], grammar)
 
     async def _prompt(self) -> tuple[str, list[int]]:
         """The prompt's text and ids, which may be given in place of those of the messages."""

@@ -205,6 +205,10 @@ class ServedModel:
             ids = await loop.run_in_executor(threads, encode, text, add_special_tokens)
         if most is not None:
             ids = self.tokenizer.last(ids, most, add_special_tokens)
+        return self.known(name, ids)
+
+    def known(self, name: str, ids: list[int]) -> list[int]:
+        """The ids of a field's text. Raises ApiError for a token that the model does not have."""
         # A model would compute something for any number; most tokenizers have no such ids.
         if self.tokenizer.vocab_size > self.vocab_size and max(ids, default=0) >= self.vocab_size:
             strange = next(token_id for token_id in ids if token_id >= self.vocab_size)
