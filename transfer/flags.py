@@ -227,7 +227,7 @@ def argv_of(config: Any) -> list[str]:
         if isinstance(value, bool):
             argv.append(name if value else name.replace("--", "--no-", 1))
         elif isinstance(value, tuple) and isinstance(value[0], NamedPath):
-            argv += [name, *map(str, value)]
+            argv += [f"{name}={one}" for one in value]
         elif isinstance(value, tuple):
             argv.append(f"{name}={json.dumps(value)}")
         else:

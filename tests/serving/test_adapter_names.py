@@ -47,6 +47,8 @@ def test_each_adapter_is_a_name_and_a_path() -> None:
     assert config.port == 5
     assert parsed("--lora-paths", "a=/x/a", "--port=5", "--lora-paths=b=rel=ative") == config
     assert parsed(*[x for x in argv_of(config) if x not in NEEDED]) == config
+    dashed = parsed("--lora-paths=--port=/a", "--lora-paths=-b=/b")
+    assert parsed(*[x for x in argv_of(dashed) if x not in NEEDED]) == dashed
     assert parsed().lora_paths == ()
 
 
