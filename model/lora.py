@@ -21,7 +21,7 @@ from model.errors import ModelError
 from model.fields import Fields
 from model.params import LORA_MATRICES, segments
 from model.sharding import Dims, LoraShape
-from model.sources import QKV, Assembled, Index, Output, Source, Stack, Turned
+from model.sources import QKV, Assembled, Index, Output, Part, Source, Stack, Turned
 from model.tensors import heads_of, order_of_heads
 
 _CONFIG: Final = "adapter_config.json"
@@ -37,8 +37,8 @@ _MODULES: Final = {
     "down": ("mlp.down_proj",),
 }
 _DENSE: Final = ("gate_up", "down")  # parameters that layers with experts have not
-# Fields of the config that change more than two matrices beside each one that they name, or what is
-# computed with them. Source: huggingface/peft: src/peft/tuners/lora/config.py.
+# Fields of the config by which something else is changed, or computed, than what a product with two
+# matrices adds to that with a third. Source: huggingface/peft: src/peft/tuners/lora/config.py.
 _ONLY: Final[Mapping[str, Any]] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -239,8 +239,8 @@ def _layer_sources(
     for name in dims.lora.parameters:
         if moe and name in _DENSE:
             continue
-        into: list[tuple[Source, tuple[slice | int | None, ...]]] = []
-        out_of: list[tuple[Source, tuple[slice | int | None, ...]]] = []
+        into: list[Part] = []
+        out_of: list[Part] = []
         for place, adapter in enumerate(adapters):
             for part, module in enumerate(_MODULES[name]):
                 key = f"{layer}.{module}"
@@ -256,9 +256,7 @@ def _layer_sources(
     return found
 
 
-def _into(
-    dims: Dims, name: str, tensor: str, rank: int, own: slice
-) -> tuple[Source, tuple[slice | int | None, ...]]:
+def _into(dims: Dims, name: str, tensor: str, rank: int, own: slice) -> Part:
     """The source of lora_A, [rank, inputs], and where it goes. own: its columns."""
     cfg = dims.cfg
     if name == "o":
@@ -267,9 +265,7 @@ def _into(
     return Turned(tensor, inputs, rank), (None, own)
 
 
-def _out_of(
-    dims: Dims, name: str, part: int, tensor: str, rank: int, own: slice
-) -> tuple[Source, tuple[slice | int | None, ...]]:
+def _out_of(dims: Dims, name: str, part: int, tensor: str, rank: int, own: slice) -> Part:
     """The source of lora_B, [outputs, rank], and where it goes. own: its rows."""
     cfg = dims.cfg
     if name == "qkv":

@@ -334,15 +334,19 @@ class Stack:
             part.fill(files, index[1:], out[i])
 
 
+# A source and where it goes: of each axis of a parameter all (None), a slice, or one place, which
+# is no axis of the source.
+Part = tuple[Source, tuple[slice | int | None, ...]]
+
+
 @dataclass(frozen=True)
 class Assembled:
     """A parameter of which each source fills a part. What is in no part is zero.
 
-    Of each axis a source has all (None), a slice, or one place, which is no axis of the source.
     Axes that are split over devices are left whole.
     """
 
-    parts: tuple[tuple[Source, tuple[slice | int | None, ...]], ...]
+    parts: tuple[Part, ...]
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for source, _ in self.parts:
