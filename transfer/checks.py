@@ -15,7 +15,7 @@ class NamedPath(NamedTuple):
     name: str
     path: Path
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.name}={self.path}"
 
 

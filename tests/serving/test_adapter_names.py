@@ -50,6 +50,7 @@ def test_each_adapter_is_a_name_and_a_path() -> None:
     dashed = parsed("--lora-paths=--port=/a", "--lora-paths=-b=/b")
     assert parsed(*[x for x in argv_of(dashed) if x not in NEEDED]) == dashed
     assert parsed().lora_paths == ()
+    assert str(config.lora_paths) == "(a=/x/a, b=rel=ative)"  # as the log and the API show it
 
 
 @pytest.mark.parametrize(
