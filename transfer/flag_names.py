@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Collection
 from typing import Final
 
+_ADAPTERS: Final = "--lora-paths"
 # Names of SGLang and vLLM, as of 2026. Some are spelt like a flag of ours that means another thing.
 _ELSEWHERE: Final = {
     "--api-server-count": "--api-workers",
@@ -12,16 +13,16 @@ _ELSEWHERE: Final = {
     "--dp": "--dp-size",
     "--enable-auto-tool-choice": "--tool-call-parser",
     "--enable-expert-parallel": "--ep-size",
+    "--enable-lora": _ADAPTERS,
     "--ep": "--ep-size",
     "--expert-parallel-size": "--ep-size",
     "--gpu-memory-utilization": "--mem-fraction-static",
-    "--enable-lora": "--lora-paths",
     "--kv-offloading-size": "--hicache-size",
     "--kv-transfer-config": "--disaggregation-transfer-backend",
-    "--lora-modules": "--lora-paths",
-    "--max-lora-rank": "--lora-paths",
-    "--max-loras": "--lora-paths",
-    "--max-loras-per-batch": "--lora-paths",
+    "--lora-modules": _ADAPTERS,
+    "--max-lora-rank": _ADAPTERS,
+    "--max-loras": _ADAPTERS,
+    "--max-loras-per-batch": _ADAPTERS,
     "--max-model-len": "--context-length",
     "--max-num-batched-tokens": "--chunked-prefill-size",
     "--max-num-seqs": "--max-running-requests",
@@ -43,7 +44,9 @@ def hint(flag: str, known: Collection[str]) -> str:
     """What to add to the error about an unknown flag; "" for nothing."""
     if flag == _ROLES:
         return "; each role is a command: kvferry prefill, kvferry decode, kvferry up for all"
-    ours = _ELSEWHERE.get(flag)
+    ours = _ELSEWHERE.get(flag, flag if flag == _ADAPTERS else None)
+    if ours == _ADAPTERS and ours not in known:
+        return f"; prefill, decode and up take adapters, by {_ADAPTERS}"
     # Names with something in front: --decode-page-size is --page-size.
     shorter = [name for name in known if name[:2] == "--" and flag.endswith(name[1:])]
     if ours is None and shorter:

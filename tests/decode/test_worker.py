@@ -352,10 +352,11 @@ def test_a_rank_that_there_is_not_is_refused_at_the_door() -> None:
 
 def test_an_adapter_that_there_is_not_is_refused_at_the_door() -> None:
     alone, worker = decode()
-    refused = worker.refusal(alone.leg(1, adapter="sql"))
+    assert worker.refusal(alone.leg(1, adapter="sql")) is None
+    refused = worker.refusal(alone.leg(1, adapter="legal"))
     assert refused is not None
     assert refused.code == "bad_request"
-    assert refused.message == "adapter 'sql'; this decode worker has: none"
+    assert refused.message == "adapter 'legal'; this decode worker has: sql"
 
 
 def test_a_leg_tells_when_each_stage_was_and_how_many_steps_it_took() -> None:

@@ -73,6 +73,15 @@ def test_what_is_no_adapter_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--lora-paths", "--enable-lora"])
+def test_serve_says_who_takes_adapters(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="kvferry serve")
+    with pytest.raises(SystemExit):
+        parser.parse_args([flag, "a=b"])
+    said = f"unknown flag {flag}; prefill, decode and up take adapters, by --lora-paths"
+    assert said in capsys.readouterr().err
+
+
 def test_a_name_is_given_once() -> None:
     with pytest.raises(ConfigError, match="--lora-paths must name each adapter once, got a, a"):
         parsed("--lora-paths", "a=x", "a=y")
