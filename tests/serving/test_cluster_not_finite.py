@@ -31,7 +31,7 @@ def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     table = np.array(tensors["model.embed_tokens.weight"])
     table[[PROMPTS["p33"]["ids"][-1], PROMPTS["p1"]["greedy_ids"][-1]]] = np.nan
     save_file(tensors | {"model.embed_tokens.weight": table}, source / "model.safetensors")
-    monkeypatch.setattr(checkpoint, "_is_finite", lambda _: True)
+    monkeypatch.setattr(checkpoint, "is_finite", lambda _: True)
     made = Model.create(ModelConfig.from_dir(source), make_mesh(1, 1), "float32", 16)
     save_orbax(source, model, made)
     return model
