@@ -44,7 +44,7 @@ from transfer.keeping import Keeping
 from transfer.opened import PoolFacts
 from transfer.pages import PagePool
 from transfer.ports import bind
-from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens, salt_of
+from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens, sharing_salt
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
@@ -203,7 +203,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             # Prefill computes logprobs, and at least one page comes from there.
             reusable = reusable_tokens(num_tokens, start if local else -1)
             token_ids = wire.unpack_i32(submit.token_ids)
-            sharing = Sharing(token_ids, salt_of(submit.adapter, submit.cache_salt), reusable)
+            sharing = Sharing(token_ids, sharing_salt(submit.adapter, submit.cache_salt), reusable)
         if local and start >= 0:
             held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
         self._admission.add(submit.room, num_tokens, room.arrival_s, rank, sharing, local)

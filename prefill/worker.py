@@ -39,7 +39,7 @@ from transfer.layout import HeadRun, plan_heads
 from transfer.opened import PoolFacts
 from transfer.outbound import Sender
 from transfer.pages import PagePool
-from transfer.prefix_cache import PrefixCache, flush_caches, salt_of
+from transfer.prefix_cache import PrefixCache, flush_caches, sharing_salt
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
@@ -178,7 +178,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             room=submit.room,
             token_ids=wire.unpack_i32(submit.token_ids),
             arrival_s=room.arrival_s,
-            salt=salt_of(submit.adapter, submit.cache_salt),
+            salt=sharing_salt(submit.adapter, submit.cache_salt),
             adapter=self.adapter_of(submit),
             logprobs_start=submit.sampling.prompt_logprobs_start,
             rank=self.dictated_rank(submit),

@@ -16,7 +16,7 @@ from serving.worker_link import WorkerLink
 from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
-from transfer.prefix_cache import salt_of
+from transfer.prefix_cache import sharing_salt
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Placement:
             self._clock.monotonic_s(),
             generation.avoid,
             generation.spec.prompt,
-            salt_of(generation.spec.adapter, generation.spec.cache_salt),
+            sharing_salt(generation.spec.adapter, generation.spec.cache_salt),
             self._membership.stalled(),
             generation.spec.ranks,
             may_be_local=generation.may_be_local,

@@ -18,7 +18,7 @@ from transfer.host_pages import HostPages
 from transfer.pages import PagePool
 
 
-def salt_of(adapter: str, cache_salt: str) -> str:
+def sharing_salt(adapter: str, cache_salt: str) -> str:
     """What requests must have alike to share pages: with an adapter, pages hold other numbers."""
     return f"{adapter}\0{cache_salt}"
 

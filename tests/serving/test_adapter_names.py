@@ -19,7 +19,7 @@ from tests.serving.live import tokenizer_of_tests
 from transfer import wire
 from transfer.errors import ConfigError
 from transfer.flags import Parser, add_flags, argv_of, config_from
-from transfer.prefix_cache import salt_of
+from transfer.prefix_cache import sharing_salt
 from transfer.worker_config import WORKER_HELP, WorkerConfig
 
 NEEDED = ["--model-path=m", "--registry-address=127.0.0.1:1"]
@@ -132,4 +132,4 @@ def test_before_any_worker_has_told_its_adapters_a_name_may_come_again() -> None
 
 def test_no_choice_of_salts_makes_two_adapters_share_pages() -> None:
     pairs = [("", ""), ("a", ""), ("", "a"), ("", "a\0"), ("a", "\0"), ("ab", "c"), ("a", "bc")]
-    assert len({salt_of(*pair) for pair in pairs}) == len(pairs)
+    assert len({sharing_salt(*pair) for pair in pairs}) == len(pairs)
