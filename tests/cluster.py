@@ -54,18 +54,22 @@ class Cluster:
         self, input_ids: list[int], began: Callable[[], object], **sampling: Any
     ) -> list[int]:
         """The ids that POST /generate streams. began: called at the first event."""
-        body = {"input_ids": input_ids, "sampling_params": sampling, "stream": True}
         ids: list[int] = []
-        with self.http.stream("POST", "/generate", json=body) as reply:
-            assert reply.status_code == 200
+        for event in self.events("/generate", input_ids=input_ids, sampling_params=sampling):
+            if not ids:
+                began()
+            ids = event["output_ids"]
+        return ids
+
+    def events(self, path: str, **body: Any) -> Iterator[Any]:
+        """The events of a streamed answer, none of which is an error."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as reply:
+            assert reply.status_code == 200, reply.read()
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     assert "error" not in event, event
-                    if not ids:
-                        began()
-                    ids = event["output_ids"]
-        return ids
+                    yield event
 
     def workers(self) -> list[dict[str, Any]]:
         """Each worker's state from /get_server_info, once all workers answer.

@@ -1,6 +1,5 @@
 """bad_words on a real system: whole, streamed, within a form, and when a worker dies meanwhile."""
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,17 +35,11 @@ def answered(cluster: Cluster, **more: Any) -> list[list[int]]:
 def streamed(cluster: Cluster, began: Callable[[], object], **more: Any) -> list[int]:
     """The ids of a streamed answer. began: called at its first event."""
     ask = {"prompt": TEXTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    body = {**ask, "stream": True, "return_token_ids": True, **more}
     ids: list[int] = []
-    with cluster.http.stream("POST", "/v1/completions", json=body) as reply:
-        assert reply.status_code == 200, reply.read()
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                if not ids:
-                    began()
-                ids += [i for choice in event["choices"] for i in choice["token_ids"]]
+    for event in cluster.events("/v1/completions", **{**ask, "return_token_ids": True, **more}):
+        if not ids:
+            began()
+        ids += [i for choice in event["choices"] for i in choice["token_ids"]]
     return ids
 
 
