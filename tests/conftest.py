@@ -25,7 +25,15 @@ def _prepare_environment() -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
+def _hear_interrupts() -> None:
+    """Let processes that tests start receive SIGINT, which is ignored in the jobs that a shell
+    without job control runs in the background, and in whatever such a job starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 _prepare_environment()
+_hear_interrupts()
 
 # Imported only now, since it imports jax.
 from tests import annotations  # noqa: E402
