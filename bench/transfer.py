@@ -163,7 +163,7 @@ class Sender:
         grant = wire.Grant(
             room=room,
             epoch=EPOCH,
-            data_address=self._address,
+            data_addresses=(self._address,),
             page_ids=packed_ids,
             tp_size=1,
             stored_kv_heads=self._work.kv_heads,

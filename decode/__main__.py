@@ -22,11 +22,11 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     security.check_reached(config.reached_by)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     rest_while_starting()
-    from decode.opening import build_engine
+    from decode.node import DecodeNode
     from decode.worker import DecodeWorker
     from transfer.process import run
 
-    run(config, security, DecodeWorker, lambda: build_engine(config)[0].calls)
+    run(config, security, DecodeWorker, DecodeNode)
 
 
 if __name__ == "__main__":

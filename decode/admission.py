@@ -57,15 +57,19 @@ class Admission:
         headroom_pages: int,
         caching: bool = False,
         ring_pages: int = 0,
-        host: HostPages | None = None,
+        hosts: Sequence[HostPages] | None = None,
     ) -> None:
         """pools: one per rank. rank_slots: slots of each rank. caching: keep prompts' pages.
 
-        ring_pages: most pages of a seat's ring; 0: no rings. host: keeps what the caches evict.
+        ring_pages: most pages of a seat's ring; 0: no rings. hosts: of each rank, which
+        keeps what its cache evicts.
         """
         assert not (caching and ring_pages), "a prefix needs all pages of all layers"
         self._pools = pools
-        self.caches = tuple(PrefixCache(pool, page_size, caching, host) for pool in pools)
+        self.caches = tuple(
+            PrefixCache(pool, page_size, caching, hosts[rank] if hosts else None)
+            for rank, pool in enumerate(pools)
+        )
         self.page_size = page_size
         # A seat that grows takes two pages until its ring is whole.
         self._headroom_pages = headroom_pages * (2 if ring_pages else 1)

@@ -55,8 +55,8 @@ class DecodeConfig(WorkerConfig):
     @property
     def reached_by(self) -> dict[str, str]:
         """As WorkerConfig's, and the host on which frames are received."""
-        hosts = super().reached_by
-        return hosts | {"--data-host": self.data_host} if self.data_host else hosts
+        flag = "--data-host" if self.data_host else "--host"
+        return super().reached_by | {flag: self.data_host or self.host}
 
     @property
     def num_drafts(self) -> int:

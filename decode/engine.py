@@ -157,7 +157,7 @@ class DecodeEngine:
         self._gathered: GatheredRuns | None = None
         if most_saving:
             self._gathered = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
-            spare_pages += most_saving * self._gathered.copies
+            spare_pages += most_saving
         self.plan: MemoryPlan
         self._pool: Array
         empty = self._empty_state(all_slots)
@@ -175,15 +175,12 @@ class DecodeEngine:
         self._state: SlotState = jax.device_put(empty, NamedSharding(opened.model.mesh, RANKS))
         self._state_tree = jax.tree.structure(empty)
         self.calls = Calls()
-        self.calls.add("place", self._place)
         self.calls.add("admit", self._start)
         self.calls.add("mask", self._mask)
         self.calls.add("step", self._run_step)
         if self._chunks is not None:
             self.calls.add("chunk", self._run_chunk)
             self.calls.add("sample", self._chunks.sample_first)
-        if self._gathered is not None:
-            self.calls.add("gather", self._gather)
         if spans_processes(opened.model.mesh):
             self._warm_up()
 
@@ -197,17 +194,14 @@ class DecodeEngine:
     def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
         """Dispatch the write of pages that arrived for a rank.
 
-        shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim] with
-        n = len(page_ids).
+        Every node places the same: decode/receiving.py. shards: see PlacedRuns.place.
         """
-        for ids, cut in self._runs.cut(page_ids, shards):
-            self.calls("place", *self._runs.ids_of(rank, ids), rank=rank, shards=cut)
+        self._pool = self._runs.place(self._pool, rank, page_ids, shards)
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         """Pack pages for the host, one run of each rank: see GatheredRuns.shards."""
         assert self._gathered is not None, "the host keeps no pages"
-        bucket, ids = self._gathered.ids_of(page_ids)
-        return self._gathered.shards(self.calls("gather", bucket, ids), page_ids)
+        return self._gathered.shards(self._gathered.gather(self._pool, page_ids), page_ids)
 
     @property
     def max_run_pages(self) -> int:
@@ -299,15 +293,6 @@ class DecodeEngine:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def _place(
-        self, bucket: int, ids: np.ndarray, rank: int = 0, shards: Sequence[np.ndarray] = ()
-    ) -> None:
-        self._pool = self._runs.place(self._pool, bucket, ids, rank, shards)
-
-    def _gather(self, bucket: int, ids: np.ndarray) -> Array:
-        assert self._gathered is not None
-        return self._gathered.gather(self._pool, bucket, ids)
-
     def _start(self, _: int, slots: np.ndarray, *leaves: np.ndarray) -> None:
         fresh = jax.tree.unflatten(self._state_tree, leaves)
         self._state = self._admit(self._state, slots, fresh)
@@ -343,9 +328,6 @@ class DecodeEngine:
 
     def _warm_up(self) -> None:
         """Make the devices of all members connect now rather than at the first request."""
-        self.calls.take("place", *self._runs.ids_of(0, ()))
-        if self._gathered is not None:
-            self.calls.take("gather", *self._gathered.ids_of([()] * self._dp_size))
         if self._chunks is not None:
             packed = self._chunks.pack([()] * self._dp_size)
             self.calls.take("chunk", packed.bucket, *packed.arrays)

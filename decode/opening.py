@@ -8,11 +8,17 @@ from decode.local import local_buckets
 from decode.rings import ringed_window
 from model.buckets import DecodeBuckets, PrefillBuckets, decode_buckets
 from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
+from model.page_runs import memory_pinner
 from model.promises import PROMISES
-from transfer.choice import arriving_bytes, check_staging
+from transfer.backend import OnReceiverEvent
+from transfer.choice import arriving_bytes, check_staging, open_receiver
 from transfer.host_sizes import check_host
+from transfer.inbound import Receiver
 from transfer.keeping import most_saving
 from transfer.opened import PoolFacts, open_configured
+from transfer.ports import bind
+from transfer.rpc import Security
+from transfer.tcp import DATA_FLAGS
 
 
 class Built(NamedTuple):
@@ -57,6 +63,31 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
         most_saving=most_saving(buckets.run_pages) if keeps_prefixes(config) else 0,
     )
     return Built(engine, opened, _rank_slots(config), local, buckets.ring_pages)
+
+
+def check_data_port(config: DecodeConfig) -> None:
+    """Raises ConfigError for a port that is taken: `open_data` listens only when all is built."""
+    bind(_data_host(config), config.data_port, DATA_FLAGS).close()
+
+
+def open_data(
+    config: DecodeConfig, security: Security, opened: OpenedModel, on_event: OnReceiverEvent
+) -> Receiver:
+    """Where this process takes pages, not started. Raises ConfigError as `open_receiver`."""
+    return open_receiver(
+        config,
+        security,
+        host=_data_host(config),
+        port=config.data_port,
+        staging_bytes=config.transfer_staging_bytes,
+        pin=memory_pinner(opened.model.mesh),
+        kv=opened.kv,
+        on_event=on_event,
+    )
+
+
+def _data_host(config: DecodeConfig) -> str:
+    return config.data_host or config.host
 
 
 def keeps_prefixes(config: DecodeConfig) -> bool:

@@ -6,7 +6,7 @@ work overlaps the device. Everything of one step leaves as one message per API p
 
 import logging
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import jax
@@ -20,37 +20,41 @@ from decode.grants import GrantSender
 from decode.held import GrantFailed, Held, LocalFlight, StepFlight, is_local
 from decode.loads import Loads
 from decode.local import LocalPrompt, LocalQueue
-from decode.opening import build_engine, keeps_prefixes, most_local
+from decode.opening import build_engine, check_data_port, keeps_prefixes, most_local, open_data
+from decode.receiving import Receiving
 from decode.rings import Rings
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
 from decode.told import tell_step, told_leg
 from model.buckets import PrefillBuckets
 from model.chunks import FirstSample
-from model.page_runs import memory_pinner
 from model.sampling import NOTHING_LEFT
 from transfer import wire
-from transfer.backend import Finished, FirstToken, PagesArrived, SenderLost
+from transfer.backend import (
+    Arrived,
+    Finished,
+    FirstToken,
+    PagesArrived,
+    ReceivedEvent,
+    SenderLost,
+)
 from transfer.bootstrap import RegistryClient
-from transfer.choice import open_receiver
 from transfer.chunk_times import ChunkTimes, next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
-from transfer.host_pages import HostPages
-from transfer.host_sizes import take_host
+from transfer.group import Told
+from transfer.host_sizes import Hosts, take_hosts
 from transfer.inbound import Receiver
-from transfer.keeping import Keeping
+from transfer.keeping import keeping_of
 from transfer.opened import PoolFacts
 from transfer.pages import PagePool
-from transfer.ports import bind
 from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens, sharing_salt
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import Security
-from transfer.tcp import DATA_FLAGS
 
 log = logging.getLogger(__name__)
 
@@ -81,26 +85,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        # The receiver listens when all is loaded and compiled: a port that is taken is told now.
-        bind(config.data_host or config.host, config.data_port, DATA_FLAGS).close()
+        check_data_port(config)
         self.meet()
         engine, opened, rank_slots, local, ring_pages = build_engine(config, self.before_weights)
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
-        receiver = open_receiver(
-            config,
-            self.security,
-            host=config.data_host or config.host,
-            port=config.data_port,
-            staging_bytes=config.transfer_staging_bytes,
-            pin=memory_pinner(opened.model.mesh),
-            kv=opened.kv,
-            on_event=self.inbox.post,
-        )
-        data_address = receiver.start()
+        receiver = open_data(config, self.security, opened, self.inbox.post)
+        addresses = self.met_all(receiver.start())
         facts = PoolFacts.of(opened)
-        host = take_host(config, opened, engine) if keeps_prefixes(config) else None
-        self.assemble(engine, facts, rank_slots, receiver, data_address, local, ring_pages, host)
+        hosts = take_hosts(config, opened, engine) if keeps_prefixes(config) else None
+        self.assemble(engine, facts, rank_slots, receiver, addresses, local, ring_pages, hosts)
         self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
@@ -112,10 +106,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         )
         return self.described(
             opened,
-            data_address,
+            addresses[0],
             engine.num_pages,
             local_prefill_tokens=local_tokens,
-            host_pages=host.num_pages if host else 0,
+            host_pages=hosts.num_pages if hosts else 0,
             shares_pages=self._shares_sent,
         )
 
@@ -125,15 +119,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         facts: PoolFacts,
         rank_slots: int,
         receiver: Receiver,
-        data_address: str,
+        addresses: Sequence[str],
         local: PrefillBuckets | None = None,
         ring_pages: int = 0,
-        host: HostPages | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own.
 
-        local: shapes of chunks of prompts that are computed here; None: there are none.
-        ring_pages: see decode/rings.py. host: keeps prefixes that the pool evicts.
+        addresses: where each node takes pages. local: shapes of chunks of prompts that are computed
+        here; None: there are none. ring_pages: see decode/rings.py. hosts: keep prefixes that the
+        pools evict.
         """
         assert local is None or not ring_pages, "chunks of prompts look further back than rings"
         self._engine = engine
@@ -147,20 +142,17 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         caching = caching and (local is not None or facts.groups == 1)
         headroom = self.config.headroom_pages
         self._admission = Admission(
-            pools, rank_slots, facts.page_size, headroom, caching, ring_pages, host
+            pools, rank_slots, facts.page_size, headroom, caching, ring_pages, hosts and hosts.pages
         )
-        self._keeping: Keeping | None = None
-        if host is not None:
-            caches = self._admission.caches
-            self._keeping = Keeping(host, caches, engine, facts.groups, self.counters)
+        self._keeping = keeping_of(hosts, self._admission.caches, engine, self.counters)
         self._scheduler = DecodeScheduler(self._admission, self.config.num_drafts)
         self._speculation = Speculation(self._admission.num_slots, self.config.num_drafts)
         most = (local.tokens[-1], local.pages, local.dear_tokens) if local is not None else (0, 0)
         self._local = LocalQueue(self._admission, *most)
         self._loads = Loads(self._admission, self._local, pools)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
-        self._receiver = receiver
-        self._data_address = data_address
+        self._receiving = Receiving(receiver, engine, self.config.nodes)
+        self._addresses = self._receiving.addresses(addresses)
         self._refresh_load()
 
     def request_tokens(self, submit: wire.Submit) -> int:
@@ -178,14 +170,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def handle_own(self, event: Any) -> None:
         match event:
-            case PagesArrived(room, page_start, shards):
-                self._place(room, page_start, shards)
-            case Finished(room, first):
-                self._transferred(room, first)
-            case SenderLost(rooms, message, code):
-                what = "prefill gave the request up" if code is Code.GONE else "prefill lost"
-                for room in rooms:
-                    self.fail(room, code, f"{what}: {message}")
+            case PagesArrived() | Finished() | SenderLost():
+                self._received(0, event)
+            case Told():
+                for of_node in event.received:
+                    self._received(event.node_rank, of_node)
             case GrantFailed(rooms, message):
                 for room in rooms:
                     held = self._held.get(room)
@@ -211,7 +200,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def release(self, held: Held) -> None:
         """Give back the room's slot and pages; its late frames will be refused."""
-        self._receiver.forget(held.submit.room)
+        self._receiving.forget(held.submit.room)
         self._local.remove(held.submit.room)
         if held.seat is not None:
             if self._scheduler.running(held.seat.slot) is not None:
@@ -229,27 +218,38 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         waits = held.seat is not None and held.seat.is_local
         return super().has_begun(held) and not (waits and held.room.state is State.RESERVED)
 
-    def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
-        held = self._held.get(room)
-        if held is None or held.seat is None:
-            self.counters["pages_late"] += shards[0].shape[2]
-            return
+    def _received(self, node: int, event: ReceivedEvent) -> None:
+        """What the data plane of one node says."""
+        match event:
+            case SenderLost(rooms, message, code):
+                what = "prefill gave the request up" if code is Code.GONE else "prefill lost"
+                for room in rooms:
+                    self.fail(room, code, f"{what}: {message}")
+            case Finished(room, first):
+                held = self._held.get(room)
+                if self._receiving.finished(node, room) and held is not None:
+                    self._transferred(held, first)
+            case PagesArrived() | Arrived():
+                held = self._held.get(event.room)
+                if held is None or held.seat is None:
+                    self.counters["pages_late"] += event.num_pages
+                elif self._receiving.came(node, event):
+                    self._place(held, held.seat, event.page_start, event.num_pages)
+
+    def _place(self, held: Held, seat: Seat, page_start: int, num_pages: int) -> None:
         if held.room.state is State.RESERVED:
             held.room.advance(State.RECEIVING, self.clock.monotonic_s())
-        num_pages = shards[0].shape[2]
         page_ids = held.to_fill[page_start : page_start + num_pages]
-        self._engine.place_run(held.seat.rank, page_ids, shards)
-        self._admission.digest(held.seat, page_start + num_pages)
+        self._receiving.place(seat.room, page_start, page_ids)
+        self._admission.digest(seat, page_start + num_pages)
         self.counters["pages_received"] += num_pages
 
-    def _transferred(self, room: int, first: FirstToken) -> None:
+    def _transferred(self, held: Held, first: FirstToken) -> None:
         """All pages are in place: prefill may forget the room, the slot may start."""
-        held = self._held.get(room)
-        if held is None or held.seat is None:
-            return
+        assert held.seat is not None, "pages were expected for a seat"
         self._admission.filled(held.seat, held.seat.num_tokens)
         self._look_up_route(held)  # before the ack, after which prefill ends the room
-        self._receiver.ack(room)
+        self._receiving.ack(held.submit.room)
         self._may_start(held, first)
 
     def _may_start(self, held: Held, first: FirstToken) -> None:
@@ -326,11 +326,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             first_page = seat.num_cached // self._facts.page_size
             held.to_fill = self._rings.to_fill(seat)[first_page:]
             self.counters["pages_shared"] += first_page
-            self._receiver.expect(seat.room, self.epoch, len(held.to_fill))
+            self._receiving.expect(seat.room, seat.rank, self.epoch, len(held.to_fill))
             grant = wire.Grant(
                 room=seat.room,
                 epoch=self.epoch,
-                data_address=self._data_address,
+                data_addresses=self._addresses[seat.rank],
                 page_ids=wire.pack_i32(held.to_fill),
                 tp_size=self.config.tp_size,
                 stored_kv_heads=self._facts.stored_kv_heads,
@@ -483,7 +483,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def state(self) -> wire.WorkerState:
         self._admission.check(each_page=not self._held)
-        counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
+        counters = self.counters + Counter(dict(self._receiving.receiver.counters))
         if self._keeping is not None:
             counters["host_pages"] = self._keeping.num_pages
         held, cached = self._loads.num_held, self._loads.num_cached
@@ -495,6 +495,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def close(self) -> None:
         super().close()
-        receiver = getattr(self, "_receiver", None)
-        if receiver is not None:
-            receiver.close()
+        receiving = getattr(self, "_receiving", None)
+        if receiving is not None:
+            receiving.receiver.close()

@@ -35,8 +35,6 @@ POOL_SPEC: Final = P(None, None, DATA, None, SHARDS, None)
 # Arrays whose first axis (second axis) has a part for each rank, rank 0's first.
 RANKS: Final = P(DATA)
 COLUMNS_OF_RANKS: Final = P(None, DATA)
-# Arrays whose first axis has a part for each device, in the order of the mesh.
-DEVICES: Final = P((DATA, *SHARDS))
 
 
 def make_mesh(
@@ -423,20 +421,6 @@ def tell_host(mesh: Mesh, tree: Any) -> Any:
 def _tells_others(mesh: Mesh) -> bool:
     """Whether some process lacks a rank; with one rank, each device has all rows."""
     return num_ranks(mesh) > 1 and spans_processes(mesh)
-
-
-def gather_devices(x: Array) -> Array:
-    """[devices, ...]: what each device has, in the order of the mesh; inside `jax.shard_map`."""
-    return lax.all_gather(x, (DATA, *SHARDS), axis=0)
-
-
-def from_first_device(x: Array) -> Array:
-    """What the first device of the mesh has, bit for bit; the others must have zeros.
-
-    Inside `jax.shard_map`.
-    """
-    as_bytes = lax.bitcast_convert_type(x, np.uint8)  # NCCL adds no 16-bit integers
-    return lax.bitcast_convert_type(lax.psum(as_bytes, (DATA, *SHARDS)), x.dtype)
 
 
 def swap_experts(x: Array, share_experts: bool) -> Array:

@@ -23,11 +23,11 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     security.check_reached(config.reached_by)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     rest_while_starting()
-    from prefill.opening import build_engine
+    from prefill.node import PrefillNode
     from prefill.worker import PrefillWorker
     from transfer.process import run
 
-    run(config, security, PrefillWorker, lambda: build_engine(config)[0].calls)
+    run(config, security, PrefillWorker, PrefillNode)
 
 
 if __name__ == "__main__":

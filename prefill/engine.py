@@ -50,7 +50,7 @@ class PrefillEngine:
         self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length, apart)
         self._runs = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
         self._placed: PlacedRuns | None = None
-        spare_pages = (buckets.staged_pages + most_saving) * self._runs.copies
+        spare_pages = buckets.staged_pages + most_saving
         if most_saving:
             self._placed = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
             spare_pages += self._placed.spare_pages
@@ -69,10 +69,8 @@ class PrefillEngine:
         self.calls = Calls()
         self.calls.add("chunk", self._run_chunk)
         self.calls.add("sample", self._chunks.sample_first)
-        self.calls.add("gather", self._gather)
         if self._placed is not None:
             self._placed.settle()
-            self.calls.add("place", self._place)
         if spans_processes(opened.model.mesh):
             self._warm_up(opened.dp_size)
 
@@ -97,21 +95,18 @@ class PrefillEngine:
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         """Pack pages for the wire, one run of each rank, which may be empty.
 
-        Returns, by rank, what `numpy.asarray` turns into shards: see
-        model.page_runs.GatheredRuns.shards.
+        Every node gathers the same: transfer/gathered.py. Returns, by rank, what `numpy.asarray`
+        turns into this node's shards: see model.page_runs.GatheredRuns.shards.
         """
-        bucket, ids = self._runs.ids_of(page_ids)
-        return self._runs.shards(self.calls("gather", bucket, ids), page_ids)
+        return self._runs.shards(self._runs.gather(self._pool, page_ids), page_ids)
 
     def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
         """Dispatch the write of pages that come back from the host, into a rank's pool.
 
-        shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim] with
-        n = len(page_ids).
+        Every node places the same: transfer/keeping.py. shards: see PlacedRuns.place.
         """
         assert self._placed is not None, "the host keeps no pages"
-        for ids, cut in self._placed.cut(page_ids, shards):
-            self.calls("place", *self._placed.ids_of(rank, ids), rank=rank, shards=cut)
+        self._pool = self._placed.place(self._pool, rank, page_ids, shards)
 
     @property
     def max_run_pages(self) -> int:
@@ -126,24 +121,12 @@ class PrefillEngine:
         )
         return told
 
-    def _gather(self, bucket: int, ids: np.ndarray) -> Array:
-        return self._runs.gather(self._pool, bucket, ids)
-
-    def _place(
-        self, bucket: int, ids: np.ndarray, rank: int = 0, shards: Sequence[np.ndarray] = ()
-    ) -> None:
-        assert self._placed is not None
-        self._pool = self._placed.place(self._pool, bucket, ids, rank, shards)
-
     def _warm_up(self, num_ranks: int) -> None:
         """Make the devices of all members connect now rather than at the first request."""
         packed = self._chunks.pack([()] * num_ranks)
         self.calls.take("chunk", packed.bucket, *packed.arrays)
         kind, arrays = self._chunks.pack_firsts(())
-        self.calls.take("sample", kind, *arrays)
-        jax.block_until_ready(self.calls.take("gather", *self._runs.ids_of([()] * num_ranks)))
-        if self._placed is not None:
-            self.calls.take("place", *self._placed.ids_of(0, ()))
+        jax.block_until_ready(self.calls.take("sample", kind, *arrays))
 
     # --- shapes -------------------------------------------------------------------------------
 

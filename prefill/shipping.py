@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jax import Array
-
 from model.buckets import pages_for
 from model.chunks import ChunkInFlight
 from model.pieces import Piece
@@ -34,10 +32,11 @@ NO_RUN = Run(0, 0, ())
 
 @dataclass(slots=True)
 class Staged:
-    """Runs gathered in one call, with their shards; they take num_pages staged pages per rank."""
+    """Runs gathered in one call, one of each rank; they take num_pages staged pages per rank."""
 
     num_pages: int
-    runs: list[tuple[Run, list[Array]]]
+    ticket: int  # see transfer/gathered.py
+    runs: Sequence[Run]
 
 
 @dataclass(slots=True)

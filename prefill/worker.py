@@ -12,7 +12,6 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from model.buckets import PrefillBuckets, bucket_for
 from model.chunks import ChunkInFlight, FirstSample
@@ -23,6 +22,7 @@ from prefill.held import Held
 from prefill.opening import build_engine
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import PrefillScheduler, Prompt
+from prefill.sending import Sending
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, SenderEvent
@@ -32,10 +32,11 @@ from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_tim
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code, Incompatible
+from transfer.gathered import GatheredPages, RunEngine
+from transfer.group import Told
 from transfer.host_pages import HostPages
-from transfer.host_sizes import take_host
-from transfer.keeping import Keeping, RunEngine
-from transfer.layout import HeadRun, plan_heads
+from transfer.host_sizes import Hosts, take_hosts
+from transfer.keeping import keeping_of
 from transfer.opened import PoolFacts
 from transfer.outbound import Sender
 from transfer.pages import PagePool
@@ -78,7 +79,6 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._inflight: deque[InFlight] = deque()
         self._staged_pages = 0  # of every rank, padding included
         self._behind: frozenset[str] = frozenset()  # data addresses that too many pages wait for
-        self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
         # Changes of routes that are still to be told: rooms with their ranks, rooms that ended.
         self._bound: list[tuple[int, int]] = []
         self._ended: list[int] = []
@@ -101,8 +101,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             sender_id=self.worker_id(),
             on_event=self.inbox.post,
         )
-        host = take_host(config, opened, engine) if config.enable_hierarchical_cache else None
-        self.assemble(engine, PoolFacts.of(opened), buckets, sender, host)
+        hosts = take_hosts(config, opened, engine) if config.enable_hierarchical_cache else None
+        self.met_all()
+        self.assemble(engine, PoolFacts.of(opened), buckets, sender, hosts)
         self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
@@ -111,7 +112,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             chunked_prefill_size=buckets.tokens[-1],
             transfer_connections=connections,
         )
-        kept = host.num_pages if host else 0
+        kept = hosts.num_pages if hosts else 0
         return self.described(opened, num_pages=engine.num_pages, host_pages=kept)
 
     def assemble(
@@ -120,7 +121,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         facts: PoolFacts,
         buckets: PrefillBuckets,
         sender: Sender,
-        host: HostPages | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own."""
         self._engine = engine
@@ -130,14 +131,17 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._shipping = Shipping(
             facts.page_size, engine.num_pages, engine.max_run_pages, facts.groups
         )
-        ranks = [self._make_rank(buckets, host) for _ in range(self.config.dp_size)]
-        self._keeping: Keeping | None = None
-        if host is not None:
-            caches = [rank.cache for rank in ranks]
-            self._keeping = Keeping(host, caches, engine, facts.groups, self.counters)
+        config = self.config
+        kept: Sequence[HostPages | None] = hosts.pages if hosts else [None] * config.dp_size
+        ranks = [self._make_rank(buckets, host) for host in kept]
+        self._gathered = GatheredPages(engine)
+        caches = [rank.cache for rank in ranks]
+        self._keeping = keeping_of(hosts, caches, engine, self.counters, self._gathered)
+        self._sending = Sending(
+            sender, engine, self._gathered, facts, config.nodes, config.max_frame_bytes
+        )
         self._ranks = Ranks(ranks, self.config.load_balance_method)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
-        self._sender = sender
         self._refresh_load()
 
     def _make_rank(self, buckets: PrefillBuckets, host: HostPages | None) -> Rank:
@@ -169,7 +173,12 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 for grant in grants:
                     self._take_grant(grant)
             case SenderEvent():
-                self._sender_said(event)
+                self._sender_said(0, event)
+            case Told():
+                for said in event.sent:
+                    self._sender_said(event.node_rank, said)
+                if event.behind is not None:
+                    self._sending.told_behind(event.node_rank, frozenset(event.behind))
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 
@@ -201,7 +210,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def release(self, held: Held) -> None:
         if held.room.state is State.FAILED and held.grant is not None:
-            left = self._sender.cancel(held.submit.room)
+            left = self._sending.cancel(held.submit.room)
             held.shipped = held.shipped or left
         self._ranks.release(held.prompt)
         self._ended.append(held.submit.room)
@@ -239,7 +248,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.fail(grant.room, Code.STALE, message)
             return
         try:
-            self._head_runs_to(grant)
+            self._sending.open(grant)  # connects while the first chunk is computed
         except Incompatible as error:
             self.fail(grant.room, Code.STALE, str(error))
             return
@@ -247,7 +256,6 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         held.shipped_pages = grant.first_page
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
-        self._sender.open(grant)  # connects while the first chunk is computed
         self._let_run(held)
 
     def grammar_ready(self, held: Held) -> None:
@@ -256,9 +264,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def _let_run(self, held: Held) -> None:
         """Let the prompt be computed, unless it still waits for something."""
         grant = held.grant
-        if grant is None or held.waits_for_grammar or grant.data_address in self._behind:
+        if grant is None or held.waits_for_grammar:
             return
-        self._ranks.grant(held.prompt)
+        if self._behind.isdisjoint(grant.data_addresses):
+            self._ranks.grant(held.prompt)
 
     def _watch_queues(self) -> None:
         """Hold prompts back while their decode worker takes pages slower than they are computed.
@@ -266,19 +275,22 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         Pages that wait to be sent are in this host's memory, which only decode's pool would bound
         otherwise.
         """
-        before, behind = self._behind, self._sender.behind(self.config.transfer_queue_bytes)
+        before, behind = self._behind, self._sending.behind(self.config.transfer_queue_bytes)
         if behind == before:
             return
         self._behind = behind
         self.counters["decodes_behind"] += len(behind - before)
         for held in self._held.values():
-            address = held.grant.data_address if held.grant is not None else ""
-            if address in behind - before:
+            addresses = held.grant.data_addresses if held.grant is not None else ()
+            if not (behind - before).isdisjoint(addresses):
                 self._ranks.keep_back(held.prompt)
-            elif address in before - behind:
+            elif not (before - behind).isdisjoint(addresses):
                 self._let_run(held)
 
-    def _sender_said(self, said: SenderEvent) -> None:
+    def _sender_said(self, node: int, event: SenderEvent) -> None:
+        said = self._sending.told(node, event)
+        if said is None:
+            return
         held = self._held.get(said.room)
         if held is not None:
             held.shipped = said.shipped
@@ -364,23 +376,19 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         for older in self._inflight:
             while older.staged and self._staged_pages + num_pages > self._buckets.staged_pages:
                 self._ship(older.staged.popleft())
-        arrays = self._engine.gather_runs([run.page_ids for run in runs])
-        shards = [both for both in zip(runs, arrays, strict=True) if both[0].page_ids]
-        flight.staged.append(Staged(num_pages, shards))
+        ticket = self._gathered.gather([run.page_ids for run in runs])
+        flight.staged.append(Staged(num_pages, ticket, runs))
         self._staged_pages += num_pages
 
     def _ship(self, staged: Staged) -> None:
         """Hand pages to the data plane. Rooms that ended meanwhile are passed over."""
-        for run, arrays in staged.runs:
-            held = self._held.get(run.room)
-            if held is None or held.grant is None:
+        for rank, run in enumerate(staged.runs):
+            held, num_pages = self._held.get(run.room), len(run.page_ids)
+            if not num_pages or held is None or held.grant is None:
                 continue
-            num_pages = len(run.page_ids)
-            shards = [np.asarray(array)[:, :, :num_pages] for array in arrays]
-            self._sender.send_pages(
-                held.grant, run.first_page, shards, self._head_runs_to(held.grant)
-            )
+            self._sending.ship(run.room, rank, run.first_page, num_pages, staged.ticket)
             self.counters["pages_sent"] += num_pages
+        self._gathered.drop(staged.ticket)
         self._staged_pages -= staged.num_pages
 
     def _complete(self, flight: InFlight) -> None:
@@ -396,23 +404,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if flight.sampled is not None:
             self.tell_first_tokens(flight.chunk, flight.sampled)
 
-    def _head_runs_to(self, grant: wire.Grant) -> tuple[HeadRun, ...]:
-        key = (grant.tp_size, grant.stored_kv_heads)
-        if key not in self._head_runs:
-            self._head_runs[key] = plan_heads(
-                self._facts.logical_kv_heads,
-                self.config.tp_size,
-                self._facts.stored_kv_heads,
-                grant.tp_size,
-                grant.stored_kv_heads,
-            )
-        return self._head_runs[key]
-
     def first_drawn(self, held: Held, first: FirstToken) -> None:
         """The first token goes to decode behind the last page."""
-        assert held.grant is not None, "computed without a grant"
         held.room.advance(State.SENDING, self.clock.monotonic_s())
-        self._sender.finish(held.grant, first)
+        self._sending.finish(held.submit.room, held.prompt.rank, first)
 
     def expire(self) -> None:
         super().expire()
@@ -476,7 +471,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def state(self) -> wire.WorkerState:
         self._refresh_load()
         ranks = self._ranks.ranks
-        counters = self.counters + Counter(dict(self._sender.counters))  # another thread counts
+        sender = self._sending.sender
+        counters = self.counters + Counter(dict(sender.counters))  # another thread counts
         if self._keeping is not None:
             counters["host_pages"] = self._keeping.num_pages
         return self.described_state(
@@ -484,8 +480,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             pages_cached=sum(len(rank.cache) for rank in ranks),
             counters=counters,
             grants_waiting=sum(held.grant is None for held in self._held.values()),
-            transfers=self._sender.transfers,
-            in_flight_bytes=self._sender.in_flight_bytes,
+            transfers=sender.transfers,
+            in_flight_bytes=sender.in_flight_bytes,
         )
 
     def flush(self) -> wire.FlushReply:
@@ -493,6 +489,6 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def close(self) -> None:
         super().close()
-        sender = getattr(self, "_sender", None)
-        if sender is not None:
-            sender.close()
+        sending = getattr(self, "_sending", None)
+        if sending is not None:
+            sending.sender.close()

@@ -20,7 +20,7 @@ import enum
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ import xxhash
 
 from transfer import wire
 from transfer.errors import BadMessage, Code
-from transfer.numbers import Count
+from transfer.numbers import AtLeastOne, Count
 
 MAGIC = b"KVF1"
 MAX_META_BYTES = 1 << 16
@@ -184,6 +184,14 @@ class FirstToken(wire.Message, frozen=True):
     num_tokens: Count  # tokens whose kv the pages hold
     # RUNNING; STOP and LENGTH leave nothing to decode.
     finished: Annotated[int, msgspec.Meta(ge=wire.RUNNING, le=wire.LENGTH)] = wire.RUNNING
+    num_senders: AtLeastOne = 1  # nodes of prefill that send parts of the room to this address
+
+
+class Source(NamedTuple):
+    """Where frames come from: a worker, and which of its nodes."""
+
+    sender_id: str
+    node: int = 0
 
 
 class Refused(wire.Message, frozen=True):
@@ -224,13 +232,26 @@ class SenderEvent:
 class PagesArrived:
     """A run of pages is complete.
 
-    shards: one array per shard, [layers, planes, n, page_size, heads of the shard, head_dim], now
-    the listener's.
+    shards: one array per shard that came here, [layers, planes, n, page_size, heads of the shard,
+    head_dim], now the listener's.
     """
 
     room: int
     page_start: int
     shards: list[np.ndarray]
+
+    @property
+    def num_pages(self) -> int:
+        return self.shards[0].shape[2]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A run of pages is complete at a node that does not lead, and waits there."""
+
+    room: int
+    page_start: int
+    num_pages: int
 
 
 @dataclass(frozen=True)
@@ -254,5 +275,6 @@ class SenderLost:
 
 
 ReceiverEvent = PagesArrived | Finished | SenderLost
+ReceivedEvent = ReceiverEvent | Arrived  # at any node
 OnSenderEvent = Callable[[SenderEvent], None]
 OnReceiverEvent = Callable[[ReceiverEvent], None]

@@ -8,7 +8,6 @@ from transfer.backend import OnSenderEvent
 from transfer.buffers import PinMemory
 from transfer.inbound import Receiver
 from transfer.nixl import NixlReceiver, NixlSender
-from transfer.outbound import Sender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES
@@ -35,7 +34,7 @@ def open_sender(
     max_frame_bytes: int,
     sender_id: str,
     on_event: OnSenderEvent,
-) -> Sender:
+) -> TcpSender:
     """Prefill's end. connections: the most to each decode worker.
 
     Raises ConfigError when TLS files or the backend cannot be used.

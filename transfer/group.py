@@ -2,7 +2,8 @@
 
 To other processes the leader is a worker like any other. The other members (transfer/member.py)
 hold their parts of the weights and pages, and make the calls that the leader tells them, in order.
-Nobody else talks to them. The group lives and dies as one: when a member is lost, the leader ends,
+Each ships its own shards of pages, and tells the leader what became of them; otherwise nobody else
+talks to them. The group lives and dies as one: when a member is lost, the leader ends,
 which looks like a worker that died; when the leader is gone, its members end.
 """
 
@@ -13,13 +14,17 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from model import members
 from transfer import wire
+from transfer.backend import Arrived, Finished, ReceivedEvent, SenderEvent, SenderLost
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.errors import BadMessage, Unavailable
+from transfer.errors import BadMessage, ConfigError, Unavailable
+from transfer.handshake import parse_address
 from transfer.meeting import settings_of
+from transfer.ports import is_loopback
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -38,11 +43,43 @@ _ENDING_S = 0.5
 AllCame = Callable[[Mapping[str, str]], Coroutine[Any, Any, str]]
 
 
+class Joined(wire.Message, frozen=True):
+    """What each node tells all others once it is built."""
+
+    worker_id: str = ""  # the leader's
+    address: str = ""  # where the leader takes control messages
+    data_address: str = ""  # where this node takes pages; prefill: ""
+
+
+class NodeState(wire.Message, frozen=True):
+    """What a node counts itself: see wire.WorkerState."""
+
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    transfers: tuple[wire.TransferPair, ...] = ()
+    in_flight_bytes: int = 0
+
+
 class Follow(wire.Message, frozen=True):
     """From a member other than the leader: it is ready for calls, or still alive."""
 
     node_rank: int
     compiles_after_ready: int = 0
+    state: NodeState = NodeState()
+
+
+class Told(wire.Message, frozen=True):
+    """From a member: what its data plane says, in order of each kind."""
+
+    node_rank: int
+    sent: tuple[SenderEvent, ...] = ()
+    came: tuple[Arrived, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    lost: tuple[SenderLost, ...] = ()
+    behind: tuple[str, ...] | None = None  # data addresses with too much queued; None: as before
+
+    @property
+    def received(self) -> tuple[ReceivedEvent, ...]:
+        return (*self.came, *self.finished, *self.lost)
 
 
 class HostArray(wire.Message, frozen=True):
@@ -95,15 +132,41 @@ def join(
     members.join(met.result(), config.nnodes, config.node_rank)
 
 
+def meet_all(own: Joined) -> list[Joined]:
+    """What each node says, the leader first; they wait for each other (build thread).
+
+    Raises NodeLost when one is gone, ConfigError when only some of them take pages from other
+    hosts.
+    """
+    texts = members.texts_of_all(msgspec.json.encode(own).decode())
+    met = [msgspec.json.decode(text, type=Joined) for text in texts]
+    addresses = [joined.data_address for joined in met]
+    local = [is_loopback(parse_address(address)[0]) for address in addresses if address]
+    if any(local) and not all(local):
+        node = local.index(True)
+        raise ConfigError(
+            f"node {node} takes pages at {addresses[node]}, which other hosts cannot reach, and "
+            f"node {local.index(False)} at {addresses[local.index(False)]}: give node {node} a "
+            "--host or --data-host"
+        )
+    return met
+
+
 class Leader:
     """The leader's end. Used on the loop, except where a method says otherwise."""
 
     def __init__(
-        self, num_members: int, on_lost: Callable[[int], None], clock: Clock = SYSTEM_CLOCK
+        self,
+        num_members: int,
+        on_lost: Callable[[int], None],
+        on_told: Callable[[Told], None] = lambda _: None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """num_members: includes the leader. on_lost(node_rank): a member is gone."""
+        """num_members: includes the leader. on_lost(node_rank): a member is gone. on_told: a
+        member's data plane says something."""
         self._num_members = num_members
         self._on_lost = on_lost
+        self._on_told = on_told
         self._clock = clock
         self._feeds: dict[int, _Feed] = {}
         self._all_follow = threading.Event()
@@ -175,7 +238,20 @@ class Leader:
         feed.heard_s = self._clock.monotonic_s()
         so_far = feed.compiles_after_ready
         feed.compiles_after_ready = max(so_far, request.compiles_after_ready)
+        feed.state = request.state
         return wire.Empty()
+
+    async def told(self, told: Told) -> wire.Empty:
+        """What a member's data plane says."""
+        if told.node_rank not in self._feeds:
+            raise BadMessage(f"node {told.node_rank} does not follow")
+        self._on_told(told)
+        return wire.Empty()
+
+    @property
+    def states(self) -> list[NodeState]:
+        """What all other members last reported (any thread)."""
+        return [feed.state for feed in list(self._feeds.values())]
 
     @property
     def compiles_after_ready(self) -> int:
@@ -208,6 +284,7 @@ class _Feed:
         self.is_over = False  # the last message was taken
         self.heard_s = 0.0  # when its member was last heard, monotonic
         self.compiles_after_ready = 0  # in its member
+        self.state = NodeState()
         self._calls: list[DeviceCall] = []
         self._ending = False
         self.is_well = False  # is_last of the last message

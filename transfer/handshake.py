@@ -7,10 +7,11 @@ import ssl
 from hashlib import sha256
 
 from transfer import wire
-from transfer.backend import Frame, Kind
+from transfer.backend import Frame, Kind, Source
 from transfer.certificates import Certificate
 from transfer.errors import BadMessage, ConfigError, Unauthenticated
 from transfer.framing import Connection
+from transfer.numbers import Count
 from transfer.ports import split_host_port
 from transfer.rpc import Security
 
@@ -24,6 +25,7 @@ class Hello(wire.Message, frozen=True):
     sender_id: str
     proof: bytes
     nonce: bytes
+    node: Count = 0  # of the sender's, which one this is
 
 
 class Offer(wire.Message, frozen=True):
@@ -47,8 +49,8 @@ class Welcome(wire.Message, frozen=True):
 
 def greet(
     connection: Connection, security: Security, stall_timeout_s: float, offer: Offer | None = None
-) -> str:
-    """The receiver's part: challenge, check, welcome. Returns the sender's name.
+) -> Source:
+    """The receiver's part: challenge, check, welcome. Returns who the sender is.
 
     Raises Unauthenticated, BadMessage or PeerLost.
     """
@@ -61,10 +63,10 @@ def greet(
         raise Unauthenticated("it does not know the cluster token")
     welcome = Welcome(proof_of(security, b"receiver", hello.nonce), offer, stall_timeout_s)
     connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
-    return hello.sender_id
+    return Source(hello.sender_id, hello.node)
 
 
-def introduce(connection: Connection, security: Security, sender_id: str) -> Welcome:
+def introduce(connection: Connection, security: Security, sender_id: str, node: int = 0) -> Welcome:
     """The sender's part. Returns the receiver's WELCOME.
 
     Raises Unauthenticated, BadMessage or PeerLost.
@@ -72,7 +74,8 @@ def introduce(connection: Connection, security: Security, sender_id: str) -> Wel
     with connection.all_within(HANDSHAKE_TIMEOUT_S):
         challenge = connection.receive_only(Kind.CHALLENGE)
         nonce = os.urandom(NONCE_BYTES)
-        hello = Hello(sender_id, proof_of(security, b"sender", challenge), nonce)
+        proof = proof_of(security, b"sender", challenge)
+        hello = Hello(sender_id, proof, nonce, node)
         connection.send(Frame(Kind.HELLO), wire.encode(hello))
         welcome = wire.decode(connection.receive_only(Kind.WELCOME), Welcome)
     if not hmac.compare_digest(welcome.proof, proof_of(security, b"receiver", nonce)):

@@ -1,8 +1,9 @@
 """Pages of prefixes in the host's memory: those that a worker's prefix caches had to evict.
 
-Invariant: a page is found only while its bytes are here. Pages are found through the chain of
-digests of their prefix (transfer/prefix_cache.py), and those used longest ago make room first, so
-within a chain the tail goes first. All data-parallel ranks of a worker share what is here.
+Invariant: a page is found only while its bytes are here, or will be before they are read. Pages are
+found through the chain of digests of their prefix (transfer/prefix_cache.py), and those used
+longest ago make room first, so within a chain the tail goes first. All data-parallel ranks whose
+shards are on the same nodes share what is here.
 """
 
 from collections import OrderedDict
@@ -12,38 +13,20 @@ import numpy as np
 
 from transfer.buffers import BufferPool, PinMemory
 
+Place = tuple[int, int]  # a slot of the host's memory, and which of its page's groups
+
 
 class HostPages:
-    """A fixed number of pages of each group of layers, allocated at once and touched."""
+    """Which pages are here, and where, of a fixed number of each group of layers."""
 
-    def __init__(
-        self,
-        num_pages: int,
-        num_shards: int,
-        shape: tuple[int, ...],
-        dtype: str,
-        groups: int = 1,
-        idle_bytes: int = 0,
-        pin: PinMemory | None = None,
-    ) -> None:
-        """shape: of one shard's page, [layers, planes, page_size, kv heads, head_dim].
-
-        num_shards: devices of a rank. groups: see model.config.KVSpec. idle_bytes: of the memory in
-        which pages leave, how much is kept for the next ones. pin: called for such memory.
-        Raises MemoryError when the host has too little.
-        """
+    def __init__(self, num_pages: int, groups: int = 1) -> None:
+        """groups: see model.config.KVSpec."""
         assert num_pages > 0
         self.num_pages = num_pages
-        self._groups = groups
-        self._shape, self._dtype = shape, np.dtype(dtype)
-        shape_of_all = num_pages, groups, *shape
-        self._shards = [np.empty(shape_of_all, self._dtype) for _ in range(num_shards)]
-        for memory in self._shards:
-            memory.fill(0)  # taken from the host now rather than amid traffic
+        self.groups = groups
         self._free = list(range(num_pages - 1, -1, -1))
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self._num_groups = [0] * num_pages  # by slot: how many of a page's groups are here
-        self._buffers = BufferPool(idle_bytes, pin)
 
     def __len__(self) -> int:
         """Pages of each group that are here."""
@@ -51,7 +34,7 @@ class HostPages:
 
     def __contains__(self, digest: bytes) -> bool:
         slot = self._slots.get(digest)
-        return slot is not None and self._num_groups[slot] == self._groups
+        return slot is not None and self._num_groups[slot] == self.groups
 
     def num_found(self, chain: Iterable[bytes]) -> int:
         """How many of the first pages of a chain are here, without a gap."""
@@ -68,47 +51,25 @@ class HostPages:
             if digest in self._slots:
                 self._slots.move_to_end(digest)
 
-    def put(
-        self,
-        digest: bytes,
-        group: int,
-        shards: Sequence[np.ndarray],
-        besides: Collection[bytes] = (),
-    ) -> bool:
-        """Copy a page here: the groups of a digest in order.
+    def put(self, digest: bytes, group: int, besides: Collection[bytes] = ()) -> Place | None:
+        """Where to copy a page to, at once: the groups of a digest in order.
 
-        shards: one per device of its rank, of the shape of a page. What was used longest ago makes
-        room, but nothing in `besides`; false if that leaves no room, or if the page of an earlier
-        group had to make room meanwhile.
+        What was used longest ago makes room, but nothing in `besides`; None if that leaves no room,
+        or if the page of an earlier group had to make room meanwhile.
         """
         slot = self._slots.get(digest)
         if slot is None:
             slot = self._room(besides) if group == 0 else None
             if slot is None:
-                return False
+                return None
             self._slots[digest], self._num_groups[slot] = slot, 0
-        for memory, shard in zip(self._shards, shards, strict=True):
-            memory[slot, group] = shard
         self._num_groups[slot] = max(self._num_groups[slot], group + 1)
         self._slots.move_to_end(digest)
-        return True
+        return slot, group
 
-    def fetch(self, pages: Sequence[tuple[bytes, int]]) -> list[np.ndarray]:
-        """Copies of pages that are here, by shard: [layers, planes, n, page_size, kv heads, dim].
-
-        pages: their digests and groups. The arrays are the caller's.
-        """
-        places = [(self._slots[digest], group) for digest, group in pages]
-        layers, planes, *rest = self._shape
-        shape = layers, planes, len(places), *rest
-        num_bytes = int(np.prod(shape)) * self._dtype.itemsize
-        found = []
-        for memory in self._shards:
-            copies = self._buffers.take(num_bytes).view(self._dtype).reshape(shape)
-            for at, place in enumerate(places):
-                copies[:, :, at] = memory[place]
-            found.append(copies)
-        return found
+    def place_of(self, digest: bytes, group: int) -> Place:
+        """Where a page is that is here."""
+        return self._slots[digest], group
 
     def clear(self) -> int:
         """Forget all pages; returns how many of each group were here."""
@@ -123,3 +84,51 @@ class HostPages:
             return self._free.pop()
         oldest = next((digest for digest in self._slots if digest not in besides), None)
         return None if oldest is None else self._slots.pop(oldest)
+
+
+class HostMemory:
+    """What one node has of the pages: its shards of them, allocated at once and touched."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_shards: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        groups: int = 1,
+        idle_bytes: int = 0,
+        pin: PinMemory | None = None,
+    ) -> None:
+        """shape: of one shard's page, [layers, planes, page_size, kv heads, head_dim].
+
+        num_shards: devices of a rank that this node has. groups: see model.config.KVSpec.
+        idle_bytes: of the memory in which pages leave, how much is kept for the next ones. pin:
+        called for such memory. Raises MemoryError when the host has too little.
+        """
+        self._shape, self._dtype = shape, np.dtype(dtype)
+        shape_of_all = num_pages, groups, *shape
+        self._shards = [np.empty(shape_of_all, self._dtype) for _ in range(num_shards)]
+        for memory in self._shards:
+            memory.fill(0)  # taken from the host now rather than amid traffic
+        self._buffers = BufferPool(idle_bytes, pin)
+
+    def store(self, place: Place, shards: Sequence[np.ndarray]) -> None:
+        """Copy a page here. shards: one for each of this node, of the shape of a page."""
+        for memory, shard in zip(self._shards, shards, strict=True):
+            memory[place] = shard
+
+    def fetch(self, places: Sequence[Place]) -> list[np.ndarray]:
+        """Copies of pages, by shard: [layers, planes, n, page_size, kv heads, head_dim].
+
+        The arrays are the caller's.
+        """
+        layers, planes, *rest = self._shape
+        shape = layers, planes, len(places), *rest
+        num_bytes = int(np.prod(shape)) * self._dtype.itemsize
+        found = []
+        for memory in self._shards:
+            copies = self._buffers.take(num_bytes).view(self._dtype).reshape(shape)
+            for at, place in enumerate(places):
+                copies[:, :, at] = memory[place]
+            found.append(copies)
+        return found

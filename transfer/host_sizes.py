@@ -1,7 +1,8 @@
 """How many pages of prefixes the host's memory keeps, and whether they fit in it."""
 
 import logging
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from model.config import KVSpec
 from model.errors import ModelError
@@ -10,8 +11,8 @@ from model.opening import OpenedModel
 from model.page_runs import RUNS_PLACED_AHEAD, memory_pinner
 from model.programs import mib
 from model.promises import PROMISES
-from transfer.host_pages import HostPages
-from transfer.keeping import RunEngine
+from transfer.gathered import RunEngine
+from transfer.host_pages import HostMemory, HostPages
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -21,44 +22,84 @@ log = logging.getLogger(__name__)
 _RUNS_RETURNING: Final = 2 * (RUNS_PLACED_AHEAD + 1)
 
 
-def check_host(config: WorkerConfig, opened: OpenedModel) -> None:
-    """Promise what will be taken. Raises ModelError if the host has too little memory.
+class Hosts(NamedTuple):
+    """By rank: which of its pages the hosts of its nodes have, and what this one has of them."""
 
-    Called before weights are loaded, as far as the flags tell how much, in all processes of a
-    group, of which the first takes it.
+    pages: Sequence[HostPages]
+    memories: Sequence[HostMemory | None]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each group that all of them can have."""
+        return sum(host.num_pages for host in set(self.pages))
+
+
+def check_host(config: WorkerConfig, opened: OpenedModel) -> None:
+    """Promise what this node will take. Raises ModelError if its host has too little memory.
+
+    Called before weights are loaded, as far as the flags tell how much.
     """
-    if config.node_rank == 0 and (config.hicache_size or config.max_total_tokens):
+    if config.hicache_size or config.max_total_tokens:
         num_pages = config.max_total_tokens // opened.kv.page_size
         with PROMISES.turn():
-            _promise(_most_kept(config, opened.kv, num_pages), opened.kv)
+            _promise(config, opened.kv, _most_kept(config, opened.kv, num_pages))
 
 
-def take_host(config: WorkerConfig, opened: OpenedModel, engine: RunEngine) -> HostPages:
-    """Take the host's memory for pages that the caches evict. Raises ModelError as `check_host`."""
+def take_hosts(config: WorkerConfig, opened: OpenedModel, engine: RunEngine) -> Hosts:
+    """Take this node's memory for pages that the caches evict, to keep account of all nodes'.
+
+    Raises ModelError as `check_host`.
+    """
+    memories = take_memories(config, opened, engine)
+    most = _most_kept(config, opened.kv, engine.num_pages)
+    # A page can come back to the ranks that have their shards on the same nodes.
+    hosts = {nodes: HostPages(most, opened.kv.groups) for nodes in set(config.nodes)}
+    return Hosts([hosts[nodes] for nodes in config.nodes], memories)
+
+
+def take_memories(
+    config: WorkerConfig, opened: OpenedModel, engine: RunEngine
+) -> list[HostMemory | None]:
+    """Take this node's memory, by rank. Raises ModelError as `check_host`."""
     kv = opened.kv
     most = _most_kept(config, kv, engine.num_pages)
     idle_bytes = _RUNS_RETURNING * engine.max_run_pages * kv.page_bytes
     with PROMISES.turn():
-        _promise(most, kv, idle_bytes)
-    log.info("host memory: %d pages of prefixes %s", most, mib(most * kv.all_layers_bytes))
+        taken = _promise(config, kv, most, idle_bytes)
+    log.info("host memory: %d pages of prefixes %s", most, mib(taken))
     shape = kv.num_layers, kv.planes, kv.page_size, kv.num_kv_heads // config.tp_size, kv.head_dim
     pin = memory_pinner(opened.model.mesh)
-    return HostPages(most, config.tp_size, shape, kv.stored_dtype, kv.groups, idle_bytes, pin)
+    memories: dict[tuple[int, ...], HostMemory | None] = {}
+    for nodes in config.nodes:
+        num_shards = nodes.count(config.node_rank)
+        if nodes not in memories:
+            idle = idle_bytes * num_shards // config.tp_size
+            sizes = most, num_shards, shape, kv.stored_dtype, kv.groups, idle, pin
+            memories[nodes] = HostMemory(*sizes) if num_shards else None
+    return [memories[nodes] for nodes in config.nodes]
 
 
 def _most_kept(config: WorkerConfig, kv: KVSpec, num_pages: int) -> int:
-    """Pages of each group. num_pages: of each group in a rank's pool."""
-    if config.hicache_size:
-        return config.hicache_size * 10**9 // kv.all_layers_bytes
-    return int(config.hicache_ratio * num_pages * config.dp_size)
+    """Pages of each group, on each set of nodes that have ranks.
 
-
-def _promise(most: int, kv: KVSpec, beside: int = 0) -> None:
-    """Raises ModelError if the host has no room for so many pages. Call in a turn.
-
-    beside: bytes of other memory for them.
+    num_pages: of each group in a rank's pool.
     """
-    needed = most * kv.all_layers_bytes + beside
+    if config.hicache_size:
+        most = config.hicache_size * 10**9 // kv.all_layers_bytes
+    else:
+        most = int(config.hicache_ratio * num_pages * config.dp_size)
+    return most // len(set(config.nodes))
+
+
+def _promise(config: WorkerConfig, kv: KVSpec, most: int, idle_bytes: int = 0) -> int:
+    """Promise this node's part of so many pages, in bytes. Call in a turn.
+
+    idle_bytes: of other memory for them, if a node has all shards. Raises ModelError if the host
+    has no room for it.
+    """
+    num_shards = sum(nodes.count(config.node_rank) for nodes in set(config.nodes))
+    pages_bytes = most * kv.all_layers_bytes * num_shards // config.tp_size
+    needed = pages_bytes + idle_bytes * num_shards // config.tp_size
     left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
     if not most or needed > left:
         raise ModelError(
@@ -67,3 +108,4 @@ def _promise(most: int, kv: KVSpec, beside: int = 0) -> None:
             "that keeps one page at least and fits"
         )
     PROMISES.reserve(needed)
+    return pages_bytes

@@ -5,6 +5,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -23,12 +24,14 @@ from transfer.backend import (
     ReceiverEvent,
     Refused,
     SenderLost,
+    Source,
 )
 from transfer.errors import BadMessage, Code, FrameRefused
 
 log = logging.getLogger(__name__)
 
 _FROM_SENDERS = (Kind.PAGES, Kind.FINISH, Kind.CANCEL)
+_REMEMBERED_ROOMS = 1 << 16  # ended rooms for which no late frame waits
 
 
 @dataclass(slots=True)
@@ -36,22 +39,33 @@ class _Run:
     """Pages of which some heads are still on their way."""
 
     shards: list[np.ndarray]
-    covered: np.ndarray  # bool[tp_size, heads of a shard]
+    covered: np.ndarray  # bool[shards, heads of a shard]
 
 
 @dataclass(slots=True)
 class _Expected:
     epoch: int
     num_pages: int
+    shards: Sequence[int]  # of the rank, those that this process has
     delivered: bytearray  # 1 for each delivered page
     runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
+    feeders: "dict[Feeder, bool]" = field(default_factory=dict)  # whether it has sent FINISH
     finished: bool = False
     spoiled: bool = False  # a frame was refused, so the sender gives the room up
-    feeder: "Feeder | None" = None
+
+    def may_be_fed_by(self, feeder: "Feeder") -> bool:
+        """Each node of one sender has a connection of its own."""
+        if not self.feeders or feeder in self.feeders:
+            return True
+        others = [other.source for other in self.feeders]
+        return feeder.source.sender_id == others[0].sender_id and feeder.source not in others
 
 
 class Feeder(Protocol):
     """One connection, as the source of a room's frames."""
+
+    @property
+    def source(self) -> Source: ...
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
         """Send a small frame to the sender, now or soon (any thread; never waits)."""
@@ -67,7 +81,7 @@ class Inbound:
     """Rooms that may be written to, and their pages as they arrive. Not thread-safe.
 
     Invariant: a page is delivered at most once, whole, and only from checked frames; a room is
-    fed by one connection, the first whose frame was accepted.
+    fed by one connection, the first whose frame was accepted, or by one of each node of its sender.
     """
 
     def __init__(self, kv: KVSpec, tp_size: int) -> None:
@@ -83,33 +97,40 @@ class Inbound:
         self._rooms: dict[int, _Expected] = {}
         self._owed: Counter[Feeder] = Counter()  # unfinished rooms of each connection
 
-    def expect(self, room: int, epoch: int, num_pages: int) -> None:
+    def expect(
+        self, room: int, epoch: int, num_pages: int, shards: Sequence[int] | None = None
+    ) -> None:
+        """shards: of the room's rank, those that come here; None: all."""
         assert room not in self._rooms, f"room {room} twice"
-        self._rooms[room] = _Expected(epoch, num_pages, bytearray(num_pages))
+        own = range(self._tp_size) if shards is None else shards
+        self._rooms[room] = _Expected(epoch, num_pages, own, bytearray(num_pages))
 
     def forget(self, room: int) -> None:
         expected = self._rooms.pop(room, None)
-        if expected is not None and not expected.finished:
-            self._settled(expected)
+        if expected is not None:
+            for feeder, has_finished in expected.feeders.items():
+                if not has_finished:
+                    self._settled(feeder)
 
-    def _settled(self, expected: _Expected) -> None:
-        """Its connection owes nothing more of this room."""
-        feeder = expected.feeder
-        if feeder is not None:
-            self._owed[feeder] -= 1
-            if not self._owed[feeder]:
-                del self._owed[feeder]
+    def _settled(self, feeder: Feeder) -> None:
+        """The connection owes nothing more of one room."""
+        self._owed[feeder] -= 1
+        if not self._owed[feeder]:
+            del self._owed[feeder]
 
-    def feeder(self, room: int) -> Feeder | None:
+    def feeders(self, room: int) -> list[Feeder]:
         expected = self._rooms.get(room)
-        return None if expected is None else expected.feeder
+        return [] if expected is None else list(expected.feeders)
+
+    def knows(self, room: int) -> bool:
+        return room in self._rooms
 
     def fed_by(self, feeder: Feeder) -> tuple[int, ...]:
-        """Unfinished rooms of this connection; `owes` says whether there are any."""
+        """Unfinished rooms that this connection feeds, alone or with others."""
         return tuple(
             room
             for room, expected in self._rooms.items()
-            if expected.feeder is feeder and not expected.finished
+            if feeder in expected.feeders and not expected.finished
         )
 
     def owes(self, feeder: Feeder) -> bool:
@@ -125,9 +146,11 @@ class Inbound:
             raise FrameRefused(f"unknown_room: {frame.room} is not expected here")
         if expected.epoch != frame.epoch:
             raise FrameRefused(f"stale_epoch: {frame.epoch}, this side has {expected.epoch}")
-        if expected.feeder not in (None, feeder):
+        if not expected.may_be_fed_by(feeder):
             raise FrameRefused(f"foreign: room {frame.room} is fed by another connection")
-        if expected.finished:
+        # While another node still sends, one that has finished may yet give the room up.
+        is_end = frame.kind is Kind.CANCEL
+        if expected.finished or (expected.feeders.get(feeder, False) and not is_end):
             raise FrameRefused(f"order: {frame.kind.name} after FINISH")
         if expected.spoiled and frame.kind is not Kind.CANCEL:
             raise FrameRefused("order: the room was refused before")
@@ -135,8 +158,8 @@ class Inbound:
             self._check_pages(frame, expected)
         elif frame.payload_len:
             raise FrameRefused(f"size: {frame.kind.name} carries no payload")
-        if expected.feeder is None:
-            expected.feeder = feeder
+        if feeder not in expected.feeders:
+            expected.feeders[feeder] = False
             self._owed[feeder] += 1
 
     def _check_pages(self, frame: Frame, expected: _Expected) -> None:
@@ -146,10 +169,11 @@ class Inbound:
                 f"out_of_range: pages {frame.page_start}..{end} of {expected.num_pages} granted"
             )
         heads_end = frame.dst_start + frame.num_heads
-        if frame.dst_shard >= self._tp_size or not frame.num_heads or heads_end > self._local_heads:
+        is_here = frame.dst_shard in expected.shards
+        if not is_here or not frame.num_heads or heads_end > self._local_heads:
             raise FrameRefused(
                 f"out_of_range: heads {frame.dst_start}..{heads_end} of shard {frame.dst_shard}, "
-                f"there are {self._tp_size} shards of {self._local_heads}"
+                f"here are shards {list(expected.shards)} of {self._local_heads} heads"
             )
         want = frame.num_pages * frame.num_heads * self._head_bytes
         if frame.payload_len != want:
@@ -164,18 +188,18 @@ class Inbound:
         for (start, count), run in expected.runs.items():
             if (start, count) == key:
                 heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
-                if run.covered[frame.dst_shard, heads].any():
+                if run.covered[expected.shards.index(frame.dst_shard), heads].any():
                     return True
             elif start < key[0] + key[1] and key[0] < start + count:
                 return True
         return False
 
     def spoil(self, frame: Frame, feeder: Feeder) -> None:
-        """After a refusal, take nothing more for the room if its own connection sent the frame."""
+        """After a refusal, take nothing more for the room if one of its own sent the frame."""
         expected = self._rooms.get(frame.room)
         if expected is None or expected.epoch != frame.epoch:
             return
-        if expected.feeder in (None, feeder):
+        if not expected.feeders or feeder in expected.feeders:
             expected.spoiled = True
             expected.runs.clear()  # nothing will complete them, and their memory may be lent
 
@@ -185,18 +209,20 @@ class Inbound:
         values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
         key = (frame.page_start, frame.num_pages)
         whole = frame.num_heads == self._local_heads
-        if whole and self._tp_size == 1:
+        if whole and len(expected.shards) == 1:
             shards = [values]
         else:
             run = expected.runs.get(key)
             if run is None:
-                run = expected.runs[key] = self._new_run(frame.num_pages)
+                run = self._new_run(frame.num_pages, len(expected.shards))
+                expected.runs[key] = run
             heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
+            at = expected.shards.index(frame.dst_shard)
             if whole:
-                run.shards[frame.dst_shard] = values
+                run.shards[at] = values
             else:
-                run.shards[frame.dst_shard][..., heads, :] = values
-            run.covered[frame.dst_shard, heads] = True
+                run.shards[at][..., heads, :] = values
+            run.covered[at, heads] = True
             if not run.covered.all():
                 return None
             del expected.runs[key]
@@ -205,21 +231,27 @@ class Inbound:
         expected.delivered[frame.page_start : end] = b"\1" * frame.num_pages
         return PagesArrived(frame.room, frame.page_start, shards)
 
-    def finish(self, frame: Frame) -> None:
-        """Take a checked FINISH. Raises FrameRefused when pages are missing."""
-        expected = self._rooms[frame.room]
-        missing = expected.delivered.count(0)
-        if missing:
-            raise FrameRefused(f"order: FINISH with {missing} pages missing")
-        expected.finished = True
-        self._settled(expected)
+    def finish(self, frame: Frame, feeder: Feeder, num_senders: int) -> bool:
+        """Take a checked FINISH; whether it is the last of num_senders, one from each node.
 
-    def _new_run(self, num_pages: int) -> _Run:
+        Raises FrameRefused when pages are missing then.
+        """
+        expected = self._rooms[frame.room]
+        is_last = sum(expected.feeders.values()) + 1 >= num_senders
+        missing = expected.delivered.count(0)
+        if is_last and missing:
+            raise FrameRefused(f"order: FINISH with {missing} pages missing")
+        expected.feeders[feeder] = True
+        self._settled(feeder)
+        expected.finished = is_last
+        return is_last
+
+    def _new_run(self, num_pages: int, num_shards: int) -> _Run:
         # Memory that is never written costs nothing: a payload of a whole shard replaces it.
         shape = self._shape(num_pages, self._local_heads)
         return _Run(
-            [np.empty(shape, self._dtype) for _ in range(self._tp_size)],
-            np.zeros((self._tp_size, self._local_heads), bool),
+            [np.empty(shape, self._dtype) for _ in range(num_shards)],
+            np.zeros((num_shards, self._local_heads), bool),
         )
 
     def _shape(self, num_pages: int, num_heads: int) -> tuple[int, ...]:
@@ -235,9 +267,14 @@ class Receiver(ABC):
 
     def __init__(self, kv: KVSpec, tp_size: int, on_event: OnReceiverEvent) -> None:
         self.counters: Counter[str] = Counter()  # frames, bytes, and refusals by reason
+        # How long frames may wait for their room to be expected: only where another process says
+        # which rooms are, and its word may take longer than the first frame.
+        self.room_wait_s = 0.0
         self._on_event = on_event
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # rooms are expected, or over
         self._inbound = Inbound(kv, tp_size)
+        self._over: dict[int, None] = {}  # rooms, in order of their ends; kept if frames may wait
         self._closed = False
 
     @abstractmethod
@@ -250,21 +287,32 @@ class Receiver(ABC):
 
     # --- decode's calls ---------------------------------------------------------------------------
 
-    def expect(self, room: int, epoch: int, num_pages: int) -> None:
-        """Take frames of this room from now on."""
+    def expect(
+        self, room: int, epoch: int, num_pages: int, shards: Sequence[int] | None = None
+    ) -> None:
+        """Take frames of this room from now on.
+
+        shards: of the room's rank, those that come to this process; None: all.
+        """
         with self._lock:
-            self._inbound.expect(room, epoch, num_pages)
+            self._inbound.expect(room, epoch, num_pages, shards)
+            self._changed.notify_all()
 
     def forget(self, room: int) -> None:
         """Refuse frames of this room from now on. Unknown rooms are ignored."""
         with self._lock:
             self._inbound.forget(room)
+            if self.room_wait_s:
+                self._over[room] = None
+                if len(self._over) > _REMEMBERED_ROOMS:
+                    del self._over[next(iter(self._over))]
+                self._changed.notify_all()
 
     def ack(self, room: int) -> None:
         """Tell the sender that all pages arrived. Call before forget."""
         with self._lock:
-            feeder = self._inbound.feeder(room)
-        if feeder is not None:
+            feeders = self._inbound.feeders(room)
+        for feeder in feeders:
             feeder.reply(Frame(Kind.ACK, room))
 
     # --- the connections' calls ------------------------------------------------------------------
@@ -277,6 +325,7 @@ class Receiver(ABC):
         _check_kind(frame)
         try:
             with self._lock:
+                self._await_room(frame.room)
                 self._inbound.check(frame, feeder)
         except FrameRefused as error:
             self._refuse(feeder, frame, error)
@@ -297,8 +346,9 @@ class Receiver(ABC):
         event: ReceiverEvent | None
         try:
             if frame.kind is Kind.FINISH:
-                event = Finished(frame.room, wire.decode(meta, FirstToken))
+                first = wire.decode(meta, FirstToken)
             with self._lock:
+                self._await_room(frame.room)
                 # Even if `admits` checked it: the room may have ended while the payload came.
                 self._inbound.check(frame, feeder)
                 if frame.kind is Kind.PAGES:
@@ -306,7 +356,8 @@ class Receiver(ABC):
                     self.counters["frames"] += 1
                     self.counters["bytes"] += payload.nbytes
                 elif frame.kind is Kind.FINISH:
-                    self._inbound.finish(frame)
+                    is_last = self._inbound.finish(frame, feeder, first.num_senders)
+                    event = Finished(frame.room, first) if is_last else None
                 else:
                     self._inbound.forget(frame.room)
                     event = SenderLost((frame.room,), "cancelled by the sender", Code.GONE)
@@ -315,6 +366,15 @@ class Receiver(ABC):
             return
         if event is not None:
             self._on_event(event)
+
+    def _await_room(self, room: int) -> None:
+        """Wait until the room is expected, or over, for as long as frames may (lock held)."""
+        if not self.room_wait_s or self._inbound.knows(room) or room in self._over:
+            return
+        self._changed.wait_for(
+            lambda: self._closed or self._inbound.knows(room) or room in self._over,
+            self.room_wait_s,
+        )
 
     def damaged(self) -> NoReturn:
         """A frame's digest is wrong: raises BadMessage, which ends the connection.

@@ -4,8 +4,9 @@ Pure. Both sides shard pages over kv heads. A side with more shards than the mod
 stores each head several times: stored head j of S holds logical head j * H // S.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transfer.errors import Incompatible
 from transfer.wire import WorkerInfo
@@ -59,6 +60,39 @@ def plan_heads(
         else:
             runs.append(run)
     return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one node of prefill sends to one address of decode, of each page."""
+
+    address: str
+    runs: tuple[HeadRun, ...]  # src_shard counts within the shards of that node
+    num_senders: int  # nodes that send to the address
+
+
+def plan_parts(
+    runs: Sequence[HeadRun], src_nodes: Sequence[int], addresses: Sequence[str]
+) -> dict[int, tuple[Part, ...]]:
+    """By sending node, in order. Nodes that have nothing to send are left out.
+
+    src_nodes: the node that has each source shard. addresses: where each destination shard is
+    taken; or one, where all are. Raises Incompatible for any other number of addresses.
+    """
+    several, num_shards = len(addresses) > 1, max(run.dst_shard for run in runs) + 1
+    if several and len(addresses) != num_shards:
+        raise Incompatible(f"{len(addresses)} data addresses for {num_shards} shards of decode")
+    by_pair: dict[tuple[int, str], list[HeadRun]] = {}
+    for run in runs:
+        node, address = src_nodes[run.src_shard], addresses[run.dst_shard if several else 0]
+        local = replace(run, src_shard=list(src_nodes[: run.src_shard]).count(node))
+        by_pair.setdefault((node, address), []).append(local)
+    num_senders = Counter(address for _, address in by_pair)
+    parts: dict[int, tuple[Part, ...]] = {}
+    for (node, address), of_pair in sorted(by_pair.items(), key=lambda pair: pair[0][0]):
+        part = Part(address, tuple(of_pair), num_senders[address])
+        parts[node] = (*parts.get(node, ()), part)
+    return parts
 
 
 def _joins(last: HeadRun, run: HeadRun) -> bool:

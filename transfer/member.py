@@ -5,18 +5,19 @@ import contextlib
 import logging
 import queue
 import signal
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from model import members
 from model.calls import Calls
 from model.programs import CompileCounter
 from model.threads import in_daemon_thread
 from transfer import wire
+from transfer.backend import Arrived, Finished, SenderEvent, SenderLost
 from transfer.errors import RpcError, Unavailable
 from transfer.group import (
     CAUSE_S,
@@ -25,8 +26,12 @@ from transfer.group import (
     DeviceCall,
     DeviceCalls,
     Follow,
+    Joined,
+    NodeState,
+    Told,
     arrays_of,
     join,
+    meet_all,
 )
 from transfer.meeting import Visit
 from transfer.rpc import RpcClient, Security
@@ -36,12 +41,37 @@ from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
+_BEHIND_EACH_S = 0.05  # at most, until the leader is told of a queue that is too long
 _INTERRUPTED_S = 2.0  # for the leader, interrupted too, to say when to leave
+
+
+# What a node's data plane says, from any thread.
+Event = SenderEvent | Arrived | Finished | SenderLost
+Tell = Callable[[Event], None]
+
+
+class Node(Protocol):
+    """What a role's node has: what it compiled, and its own end of transfers."""
+
+    @property
+    def calls(self) -> Calls: ...
+    @property
+    def data_address(self) -> str: ...
+    def joined(self, worker_id: str, node: int) -> None:
+        """All nodes of this worker are built."""
+        ...
+
+    def behind(self) -> frozenset[str]:
+        """Data addresses for which too much is queued (loop)."""
+        ...
+
+    def state(self) -> NodeState: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Built:
-    calls: Calls
+    node: Node
     leader: str  # address
 
 
@@ -53,16 +83,18 @@ class Member:
         config: WorkerConfig,
         role: wire.Role,
         security: Security,
-        build: Callable[[], Calls],
+        build: Callable[[Tell], Node],
     ) -> None:
-        """build(): loads and compiles as the leader does, on its own thread."""
+        """build(tell): loads and compiles as the leader does, on its own thread."""
         self._config, self._role, self._security = config, role, security
-        self._build_engine = build
+        self._build_node = build
+        self._events: deque[Event] = deque()  # that the leader is still to be told
         self._compiles = CompileCounter()
         self._queue: queue.SimpleQueue[DeviceCall] = queue.SimpleQueue()
         self._is_ready = False
         self._warned = False
         self._over: asyncio.Event
+        self._happened: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
         self._visit: Visit
 
@@ -75,6 +107,7 @@ class Member:
         """
         config = self._config
         self._over = asyncio.Event()
+        self._happened = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._visit = Visit(config.dist_init_addr, config.node_rank, self._security)
         try:
@@ -84,7 +117,10 @@ class Member:
                 if parts is not None:
                     self._is_ready = True
                     self._compiles.arm()
-                    await self._serve(parts, stopped, on_ready)
+                    try:
+                        await self._serve(parts, stopped, on_ready)
+                    finally:
+                        parts.node.close()
         finally:
             self._compiles.disarm()
             await self._visit.close()
@@ -112,7 +148,8 @@ class Member:
         self, parts: _Built, stopped: "asyncio.Task[Any]", on_ready: Callable[[str], None]
     ) -> None:
         rank = self._config.node_rank
-        engine = asyncio.wrap_future(in_daemon_thread(partial(self._make, parts.calls), "engine"))
+        making = in_daemon_thread(partial(self._make, parts.node.calls), "engine")
+        engine = asyncio.wrap_future(making)
         following = asyncio.create_task(self._follow(parts, on_ready))
         waiting: set[asyncio.Future[Any]] = {following, stopped, engine}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -144,8 +181,10 @@ class Member:
 
     def _build(self) -> _Built:
         join(self._config, self._role, self._visit.all_came, self._loop)
-        calls = self._build_engine()
-        return _Built(calls, leader=members.texts_of_all("")[0])
+        node = self._build_node(self._tell)
+        leader, *_ = meet_all(Joined(data_address=node.data_address))
+        node.joined(leader.worker_id, self._config.node_rank)
+        return _Built(node, leader.address)
 
     async def _follow(self, built: _Built, on_ready: Callable[[str], None]) -> None:
         rank = self._config.node_rank
@@ -156,7 +195,8 @@ class Member:
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
             # Its loop alone: a call that hangs here hangs at the leader, too, which ends the group.
             watching = watch(self._config.watchdog_timeout_s, count().__next__)
-            beside = [asyncio.create_task(watching), asyncio.create_task(self._live(client))]
+            working = (watching, self._live(client, built.node), self._report(client, built.node))
+            beside = [asyncio.create_task(work) for work in working]
             try:
                 while not is_over:
                     is_over = await self._next(batches)
@@ -178,11 +218,48 @@ class Member:
             self._queue.put(call)
         return told.is_last
 
-    async def _live(self, client: RpcClient) -> None:
+    def _tell(self, event: Event) -> None:
+        """Have the leader told (any thread)."""
+        self._events.append(event)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends
+            self._loop.call_soon_threadsafe(self._happened.set)
+
+    async def _report(self, client: RpcClient, node: Node) -> None:
+        """Tell the leader what happens. A call that fails ends this process: its leader would wait
+        for what it was not told."""
+        behind: frozenset[str] = frozenset()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._happened.wait(), _BEHIND_EACH_S)
+            self._happened.clear()
+            by_kind: dict[type[Event], list[Any]] = {}
+            while self._events:
+                event = self._events.popleft()
+                by_kind.setdefault(type(event), []).append(event)
+            before, behind = behind, node.behind()
+            if not by_kind and behind == before:
+                continue
+            told = Told(
+                self._config.node_rank,
+                sent=tuple(by_kind.get(SenderEvent, ())),
+                came=tuple(by_kind.get(Arrived, ())),
+                finished=tuple(by_kind.get(Finished, ())),
+                lost=tuple(by_kind.get(SenderLost, ())),
+                behind=tuple(behind) if behind != before else None,
+            )
+            try:
+                await client.call("Told", told, wire.Empty, SILENCE_S)
+            except RpcError:
+                log.exception("node 0 was not told what happened here")
+                self._over.set()
+                return
+
+    async def _live(self, client: RpcClient, node: Node) -> None:
         """Send signs of life; errors are ignored, since the stream of calls breaks as well."""
         while True:
             with contextlib.suppress(RpcError):
-                living = Follow(self._config.node_rank, self._compiles.after_ready)
+                compiles = self._compiles.after_ready
+                living = Follow(self._config.node_rank, compiles, node.state())
                 await client.call("StillThere", living, wire.Empty, SILENCE_S)
             await asyncio.sleep(SIGN_OF_LIFE_S)
 

@@ -46,7 +46,6 @@ class Lane(ABC):
     queues: dict[int, deque[Job]] = field(default_factory=dict)  # by room, none empty; next first
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
     max_frame_bytes: int = 0  # 0: the sender's
-    shipped: dict[int, Shipped] = field(default_factory=dict)  # of the open rooms
     # Held from choosing a job until it is sent, so that jobs leave in the order in which they
     # were chosen. Taken before the sender's lock, or without waiting.
     leaving: threading.Lock = field(default_factory=threading.Lock)
@@ -74,14 +73,21 @@ class Lane(ABC):
         return False
 
 
+@dataclass(slots=True)
+class _OpenRoom:
+    shipped: Shipped = field(default_factory=Shipped)
+    num_lanes: int = 0  # that still wait for an answer: one for each address
+
+
 class Sender(ABC):
     """Prefill's end. Its calls may come from any thread and never wait.
 
     A backend opens lanes and empties them.
 
-    Invariant: a room is open in at most one lane, so its frames keep their order. It ends with
-    an ACK, a NACK, the loss of its lane (one event each) or `cancel` (no event); whatever is queued
-    for it afterwards is dropped.
+    Invariant: a room is open in at most one lane to an address, so its frames keep their order. It
+    ends with an ACK from each address, a NACK, the loss of a lane (one event in all) or `cancel`
+    (no event); whatever is queued for it afterwards is dropped. After a NACK or a loss it is still
+    to be cancelled at the other addresses, if it has any.
     """
 
     def __init__(self, on_event: OnSenderEvent, max_frame_bytes: int, connections: int = 1) -> None:
@@ -89,6 +95,7 @@ class Sender(ABC):
         assert max_frame_bytes > 0
         assert connections > 0
         self.clock: Clock = SYSTEM_CLOCK
+        self.node = 0  # of its worker's nodes, which one this is
         self._on_event = on_event
         self._max_frame_bytes = max_frame_bytes
         self.counters: Counter[str] = Counter()  # connections, by how their pages travel
@@ -96,6 +103,7 @@ class Sender(ABC):
         self._connections = connections
         self._lock = threading.Lock()
         self._lanes: dict[str, list[Lane]] = {}  # by address, none empty
+        self._open: dict[int, _OpenRoom] = {}
         self._over: dict[int, None] = {}  # in order of their ends
         self._in_flight_bytes = 0
         self._closed = False
@@ -108,7 +116,7 @@ class Sender(ABC):
 
     def open(self, grant: wire.Grant) -> None:
         """Begin to connect, unless connected: pages of this grant will follow."""
-        address = grant.data_address
+        address = grant.data_addresses[0]
         with self._lock:
             if self._closed or any(not lane.is_over for lane in self._lanes.get(address, ())):
                 return
@@ -122,14 +130,18 @@ class Sender(ABC):
         page_start: int,
         shards: Sequence[np.ndarray],
         runs: Sequence[HeadRun],
+        frame_pages: int = 0,
     ) -> None:
         """Queue a run of pages.
 
         shards: one per source shard, [layers, planes, n, page_size, heads of the shard, head_dim],
         kept alive and unchanged until sent. Fills pages page_start .. page_start+n-1 of the
-        grant. runs: which heads go where (transfer.layout.plan_heads).
+        grant. runs: which heads go where (transfer.layout.plan_heads). frame_pages: the most of a
+        frame, where others send further heads of these pages and must cut alike; 0: what fits.
         """
-        self._queue(grant, lambda most: cut_frames(grant, page_start, shards, runs, most))
+        self._queue(
+            grant, lambda most: cut_frames(grant, page_start, shards, runs, most, frame_pages)
+        )
 
     def finish(self, grant: wire.Grant, first: FirstToken) -> None:
         """Queue the end of a room behind its pages."""
@@ -143,16 +155,16 @@ class Sender(ABC):
         """
         with self._lock:
             self._remember(room)
-            lane = next((lane for lane in self._all_lanes() if room in lane.rooms), None)
-            if lane is None:
-                return None
-            epoch = lane.rooms.pop(room)
-            shipped = lane.shipped.pop(room)
-            self._drop_jobs(lane, room)
-            # Ahead of other rooms: a cancel may free pages that they wait for.
-            lane.cancels.append(Job(Frame(Kind.CANCEL, room, epoch)))
-        lane.wake()
-        return shipped
+            lanes = [lane for lane in self._all_lanes() if room in lane.rooms]
+            for lane in lanes:
+                epoch = lane.rooms.pop(room)
+                self._drop_jobs(lane, room)
+                # Ahead of other rooms: a cancel may free pages that they wait for.
+                lane.cancels.append(Job(Frame(Kind.CANCEL, room, epoch)))
+            ended = self._open.pop(room, None)
+        for lane in lanes:
+            lane.wake()
+        return None if ended is None else ended.shipped
 
     @property
     def in_flight_bytes(self) -> int:
@@ -193,7 +205,7 @@ class Sender(ABC):
         Another lane is opened only when every existing one has rooms, so a pair that is seldom
         busy keeps to one connection. Raises Unavailable when there is none and none can be opened.
         """
-        lanes = self._lanes.get(grant.data_address, [])
+        lanes = self._lanes.get(grant.data_addresses[0], [])
         for lane in lanes:
             if grant.room in lane.rooms:
                 return lane
@@ -201,13 +213,13 @@ class Sender(ABC):
         lanes = [lane for lane in lanes if not lane.is_over]
         if len(lanes) < self._connections and all(lane.rooms for lane in lanes):
             try:
-                opened = self._open_lane(grant.data_address)
+                opened = self._open_lane(grant.data_addresses[0])
             except RuntimeError as error:  # as many threads as this process may have
                 self.counters["connections_not_opened"] += 1
                 if not lanes:
-                    raise Unavailable(f"{grant.data_address}: {error}") from error
+                    raise Unavailable(f"{grant.data_addresses[0]}: {error}") from error
             else:
-                self._lanes.setdefault(grant.data_address, []).append(opened)
+                self._lanes.setdefault(grant.data_addresses[0], []).append(opened)
                 return opened
         if len(lanes) == 1:
             return lanes[0]
@@ -238,7 +250,9 @@ class Sender(ABC):
         room = grant.room
         if room not in lane.rooms:
             lane.rooms[room] = grant.epoch
-            lane.shipped[room] = Shipped()
+            if room not in self._open:
+                self._open[room] = _OpenRoom()
+            self._open[room].num_lanes += 1
         num_bytes = sum([job.num_bytes for job in jobs])
         self._queued(lane, num_bytes)
         if (
@@ -300,8 +314,9 @@ class Sender(ABC):
             num_bytes = job.num_bytes
             self._queued(lane, -num_bytes)
             self._pairs.add(lane.way, lane.address, num_bytes, took_s)
-            shipped = lane.shipped.get(job.frame.room)
-            if shipped is not None:
+            sending = self._open.get(job.frame.room)
+            if sending is not None:
+                shipped = sending.shipped
                 shipped.way = lane.way
                 shipped.num_bytes += num_bytes
                 shipped.num_frames += 1
@@ -318,9 +333,15 @@ class Sender(ABC):
         with self._lock:
             if lane.rooms.pop(frame.room, None) is None:
                 return
-            shipped = lane.shipped.pop(frame.room)
-            self._remember(frame.room)
             self._drop_jobs(lane, frame.room)
+            ending = self._open.get(frame.room)
+            if ending is None:  # it has ended elsewhere
+                return
+            ending.num_lanes -= 1
+            if refused is None and ending.num_lanes:
+                return
+            shipped = self._open.pop(frame.room).shipped
+            self._remember(frame.room)
         if refused is None:
             shipped.acked_s = self.clock.monotonic_s()
             event = SenderEvent("acked", frame.room, shipped=shipped)
@@ -343,14 +364,14 @@ class Sender(ABC):
             for room in list(lane.queues):
                 self._drop_jobs(lane, room)
             lane.cancels.clear()
-            rooms, lane.rooms = list(lane.rooms), {}
-            shipped, lane.shipped = lane.shipped, {}
-            for room in rooms:
+            rooms, lane.rooms = lane.rooms, {}
+            ended = {room: self._open.pop(room) for room in rooms if room in self._open}
+            for room in ended:
                 self._remember(room)
             closed = self._closed
         if not closed:
-            for room in rooms:
-                self._on_event(SenderEvent("lost", room, message, shipped=shipped[room]))
+            for room, ending in ended.items():
+                self._on_event(SenderEvent("lost", room, message, shipped=ending.shipped))
 
     def _remember(self, room: int) -> None:
         self._over[room] = None
@@ -373,15 +394,18 @@ def cut_frames(
     shards: Sequence[np.ndarray],
     runs: Sequence[HeadRun],
     max_frame_bytes: int,
+    frame_pages: int = 0,
 ) -> list[Job]:
     """The frames of a run of pages, each of at most max_frame_bytes unless one page has more.
 
-    All shards are cut at the same pages, so that the receiver can put them together.
+    All shards are cut at the same pages, so that the receiver can put them together. frame_pages:
+    see Sender.send_pages.
     """
     num_layers, planes, num_pages, page_size, _, head_dim = shards[0].shape
     head_bytes = num_layers * planes * page_size * head_dim * shards[0].itemsize
     most_heads = max([run.num_heads for run in runs])
-    per_frame = _pages_per_frame(num_pages, max_frame_bytes // (head_bytes * most_heads))
+    fitting = frame_pages or max_frame_bytes // (head_bytes * most_heads)
+    per_frame = _pages_per_frame(num_pages, fitting)
     jobs = []
     for at in range(0, num_pages, per_frame):
         end = min(at + per_frame, num_pages)

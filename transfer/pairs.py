@@ -1,6 +1,7 @@
 """What a sender moved, by backend and receiver: the figures behind the transfer metrics."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from transfer import wire
@@ -38,6 +39,21 @@ class Pairs:
             wire.TransferPair(backend, address, pair.num_bytes, pair.seconds, _rate(pair.recent))
             for (backend, address), pair in sorted(self._pairs.items())
         )
+
+
+def summed(pairs: Iterable[wire.TransferPair]) -> tuple[wire.TransferPair, ...]:
+    """One for each backend and receiver: what all nodes of a worker wrote to it."""
+    found: dict[tuple[str, str], wire.TransferPair] = {}
+    for pair in pairs:
+        key = pair.backend, pair.peer
+        other = found.get(key, wire.TransferPair(*key, 0, 0.0, 0.0))
+        found[key] = wire.TransferPair(
+            *key,
+            pair.num_bytes + other.num_bytes,
+            pair.seconds + other.seconds,
+            pair.recent_bytes_per_s + other.recent_bytes_per_s,
+        )
+    return tuple(found.values())
 
 
 def _rate(recent: deque[tuple[int, float]]) -> float:

@@ -1,6 +1,7 @@
 """Addresses of this host: written, read and bound by one rule for what a name stands for."""
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,14 @@ def address_of(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, .
         return socket.AF_INET, (host, port)
     family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     return family, address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host's own processes reach it by that name."""
+    _, address = address_of(host, 0)
+    with contextlib.suppress(ValueError):  # a name without an address
+        return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+    return False
 
 
 def bound_to(sock: socket.socket) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from model import members, processors
+from model import processors
 from model.calls import Calls
 from model.chunks import ChunkInFlight
 from model.errors import ProfileError
@@ -28,10 +28,11 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, ToldPrompt, first_rows, prefilled
 from transfer.errors import Code, RequestError, Unavailable
 from transfer.grammars import Grammars, Outcome
-from transfer.group import CAUSE_S, Follow, Leader, join
+from transfer.group import CAUSE_S, Follow, Joined, Leader, NodeState, Told, join, meet_all
 from transfer.held import HeldRoom
 from transfer.meeting import Meeting
 from transfer.opened import PoolFacts
+from transfer.pairs import summed
 from transfer.ports import host_port
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
@@ -79,7 +80,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._leader: Leader | None = None
         if config.nnodes > 1:
             self.cause_wait_s = CAUSE_S
-            self._leader = Leader(config.nnodes, self._member_lost, clock)
+            self._leader = Leader(config.nnodes, self._member_lost, self.inbox.post, clock)
             self._meeting = Meeting(
                 config.dist_init_addr, config.nnodes, security, self._member_lost
             )
@@ -149,6 +150,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         if self._leader is not None:
             server.stream("Follow", Follow, self._leader.feed)
             server.unary("StillThere", Follow, self._leader.still_there)
+            server.unary("Told", Told, self._leader.told)
 
     async def _start_profile(self, _: wire.Empty) -> wire.ProfileReply:
         self.require_ready()
@@ -157,10 +159,17 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     async def _stop_profile(self, _: wire.Empty) -> wire.ProfileReply:
         return await _folder_of(self._profiler.stop())
 
+    def met_all(self, data_address: str = "") -> list[str]:
+        """Where each node of this group takes pages, given where this one does.
+
+        Once all are built (build thread). Raises what transfer.group.meet_all raises.
+        """
+        own = Joined(self.worker_id(), host_port(self.host, self.port), data_address)
+        return [joined.data_address for joined in meet_all(own)]
+
     def lead(self, calls: Calls) -> None:
         """Make the other members of this group repeat every call from here on."""
         if self._leader is not None:
-            members.texts_of_all(host_port(self.host, self.port))
             self._leader.wait_for_all()
             calls.tell = self._leader.tell
 
@@ -445,8 +454,14 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         transfers: tuple[wire.TransferPair, ...] = (),
         in_flight_bytes: int = 0,
     ) -> wire.WorkerState:
-        """The answer to Info."""
-        of_others = self._leader.compiles_after_ready if self._leader is not None else 0
+        """The answer to Info. counters, transfers, in_flight_bytes: this node's."""
+        of_others, states = 0, list[NodeState]()
+        if self._leader is not None:
+            of_others, states = self._leader.compiles_after_ready, self._leader.states
+        totals = {name: float(count) for name, count in counters.items()}
+        for state in states:
+            for name, count in state.counters.items():
+                totals[name] = totals.get(name, 0.0) + count
         return wire.WorkerState(
             worker_id=self.worker_id(),
             role=self.role,
@@ -456,13 +471,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             pages_cached=pages_cached,
             rooms=len(self._held),
             compiles_after_ready=self._compiles.after_ready + of_others,
-            counters={
-                name: float(value)
-                for name, value in [*counters.items(), *self._experts_counted.items()]
-            },
+            counters=totals | {name: float(n) for name, n in self._experts_counted.items()},
             config={name: str(value) for name, value in vars(self.config).items()},
-            transfers=transfers,
-            in_flight_bytes=in_flight_bytes,
+            transfers=summed([*transfers, *(pair for at in states for pair in at.transfers)]),
+            in_flight_bytes=in_flight_bytes + sum(state.in_flight_bytes for state in states),
             grants_waiting=grants_waiting,
             devices=self._devices,
         )

@@ -23,6 +23,7 @@ from transfer.backend import (
     Kind,
     OnReceiverEvent,
     OnSenderEvent,
+    Source,
     whole_frame,
     without_payload,
 )
@@ -161,7 +162,7 @@ class TcpLane(Lane):
         """Shake hands over a socket, which is closed when that fails."""
         sender = self.sender
         with connection_over(sock, sender.stall_timeout_s, takes_fd) as connection:
-            welcome = introduce(connection, sender.security, sender.sender_id)
+            welcome = introduce(connection, sender.security, sender.sender_id, sender.node)
             self._beat_s = min(sender.stall_timeout_s, welcome.stall_timeout_s) / 3
             return connection, welcome.offer
 
@@ -351,6 +352,7 @@ class TcpFeeder:
         self.receiver = receiver
         self._sock = sock
         self.name = name
+        self.source = Source(name)
         self._complaint = receiver.refused.of(name)
         self.replies: deque[tuple[Frame, bytes]] = deque()
         self.connection: Connection | None = None
@@ -415,7 +417,8 @@ class TcpFeeder:
             raise
         with connection_over(sock, receiver.stall_timeout_s) as connection:
             stall_s = receiver.stall_timeout_s
-            self.name = greet(connection, receiver.security, stall_s, receiver.offer)
+            self.source = greet(connection, receiver.security, stall_s, receiver.offer)
+        self.name = self.source.sender_id
         return connection
 
     def _turn(self, connection: Connection) -> None:

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from transfer.errors import BadMessage
-from transfer.numbers import I32, I64, AtLeastOne, Count
+from transfer.numbers import I32, I64, Addresses, AtLeastOne, Count
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 # The most that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -112,7 +112,7 @@ class Grant(Message):
 
     room: I64
     epoch: I64  # decode's epoch: frames that carry another are refused
-    data_address: str  # backend address, for example tcp://127.0.0.1:4000
+    data_addresses: Addresses  # tcp://HOST:PORT: where all decode's shards are taken, or each one
     page_ids: bytes  # i32[pages]: ids in decode's pool, by page number (prefill/shipping.py)
     tp_size: AtLeastOne  # decode's shards; with the next field, its half of the reshard plan
     stored_kv_heads: AtLeastOne  # kv heads that decode stores, over all shards

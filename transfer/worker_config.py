@@ -178,6 +178,14 @@ class WorkerConfig:
             raise ConfigError("--dist-init-addr needs --nnodes above 1: one node meets nobody")
 
     @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the node that has each of its shards: nodes have their devices in order."""
+        devices = range(self.dp_size * self.tp_size)
+        of_all = [device // self.own_devices for device in devices]
+        starts = range(0, len(of_all), self.tp_size)
+        return tuple(tuple(of_all[at : at + self.tp_size]) for at in starts)
+
+    @property
     def own_devices(self) -> int:
         """Devices of this process."""
         return self.dp_size * self.tp_size // self.nnodes

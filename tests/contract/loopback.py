@@ -18,6 +18,7 @@ from transfer.backend import (
     Frame,
     OnReceiverEvent,
     OnSenderEvent,
+    Source,
     digest_at_once,
     whole_frame,
 )
@@ -130,6 +131,7 @@ class _Link(Lane):
         self._network = network
         self._sender = sender
         self._receiver = receiver
+        self.source = Source("prefill-0", sender.node)
         self._ended = False
 
     def wake(self) -> None:

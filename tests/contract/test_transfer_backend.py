@@ -1,45 +1,19 @@
 """What every transfer backend promises. Backends: loopback, tcp, shm, nixl if installed."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from model.config import PAGE_DTYPE_BYTES
-from tests.contract.transfer_ends import Ends, LoopbackEnds, NixlEnds, ShmEnds, TcpEnds
-from tests.transfer.samples import KV, NEEDS_NIXL, a_grant, logical_pages, sharded
+from tests.contract.transfer_ends import Ends, LoopbackEnds, Open, TcpEnds
+from tests.transfer.samples import KV, a_grant, logical_pages, sharded
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.errors import Code
 from transfer.layout import HeadRun, plan_heads
 from transfer.rpc import Security
-
-Open = Callable[..., Ends]
-
-
-@pytest.fixture(
-    params=[LoopbackEnds, TcpEnds, ShmEnds, pytest.param(NixlEnds, marks=NEEDS_NIXL)],
-    ids=["loopback", "tcp", "shm", "nixl"],
-)
-def open_ends(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Makes pairs of ends and closes them after the test."""
-    with ExitStack() as stack:
-
-        def make(**settings: Any) -> Ends:
-            ends: Ends = stack.enter_context(closing(request.param(**settings)))
-            return ends
-
-        yield make
-
-
-@pytest.fixture
-def ends(open_ends: Open) -> Ends:
-    return open_ends()
-
 
 # --- the good case ------------------------------------------------------------------------------
 

@@ -297,10 +297,12 @@ class LoopbackEnds(Ends):
         max_frame_bytes: int = 16 << 20,
         sender_security: Security = SECURITY,
         receiver_security: Security = SECURITY,
+        network: LoopbackNetwork | None = None,
     ) -> None:
+        """network: of other ends, which these can reach."""
         super().__init__()
         diary = self.diary
-        self.network = LoopbackNetwork()
+        self.network = network or LoopbackNetwork()
         self.receiver = LoopbackReceiver(
             self.network,
             receiver_security,
@@ -325,3 +327,6 @@ class LoopbackEnds(Ends):
 
     def kill_receiver(self) -> None:
         self.receiver.close()
+
+
+Open = Callable[..., Ends]  # makes ends of one backend, which its fixture closes

@@ -16,7 +16,7 @@ SECURITY = Security("a token of the tests")
 
 
 def a_grant(room: int) -> wire.Grant:
-    return wire.Grant(room, 1, "tcp://127.0.0.1:1", b"", 1, 1)
+    return wire.Grant(room, 1, ("tcp://127.0.0.1:1",), b"", 1, 1)
 
 
 async def test_a_grant_that_does_not_get_there_fails_its_rooms() -> None:

@@ -1,4 +1,4 @@
-"""Pages pass between pool and host unchanged, also as if a mesh spanned processes."""
+"""Pages pass between pool and host unchanged, and take the memory that was planned."""
 
 import weakref
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import pytest
 
 from model import page_runs
 from model.config import FP8, KVSpec
-from model.kv import abstract_pool, init_pool
+from model.kv import abstract_pages, abstract_pool, init_pool
 from model.page_runs import GatheredRuns, PlacedRuns, memory_pinner
 from model.programs import CompileCounter, compile_all
 from model.sharding import make_mesh
@@ -26,17 +26,10 @@ def _device_bytes(array: Any) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 2)])
-@pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_planned(
-    monkeypatch: pytest.MonkeyPatch,
-    groups: int,
-    spans: bool,
-    dp_size: int,
-    tp_size: int,
-    dtype: str,
+    groups: int, dp_size: int, tp_size: int, dtype: str
 ) -> None:
-    monkeypatch.setattr(page_runs, "spans_processes", lambda mesh: spans)
     mesh = make_mesh(tp_size, 1, dp_size=dp_size)
     kv = KVSpec(2, num_kv_heads=2, head_dim=4, page_size=4, dtype=dtype, groups=groups)
     last = groups * NUM_PAGES - 1
@@ -48,11 +41,11 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
 
     placing.most_placing = sum(RUNS)
     planned = placing.spare_pages * dp_size * kv.page_bytes // mesh.size
-    staged = sum(_device_bytes(placing._staged(count)) for count in RUNS)
+    staged = sum(_device_bytes(abstract_pages(kv, count, mesh)) for count in RUNS)
     # Where ranks may have to join in with empty runs, those exist beside the runs that arrive.
-    assert planned == staged * (2 if spans or dp_size > 1 else 1)
-    gathered = gathering.gather(pool, *gathering.ids_of([[0]] * dp_size))
-    assert gathering.copies * dp_size * kv.page_bytes // mesh.size == _device_bytes(gathered)
+    assert planned == staged * (2 if dp_size > 1 else 1)
+    gathered = gathering.gather(pool, [[0]] * dp_size)
+    assert dp_size * kv.page_bytes // mesh.size == _device_bytes(gathered)
 
     rng = np.random.default_rng(0)
     runs = {}
@@ -60,9 +53,9 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
         bits = rng.integers(0, 100, (tp_size, 2, 2, 3, 4, 2 // tp_size, 4), np.uint8)
         runs[rank] = [shard.astype(pool.dtype) for shard in bits]
         pages = [last - rank, 0, 1]
-        pool = placing.place(pool, *placing.ids_of(rank, pages), rank, runs[rank])
+        pool = placing.place(pool, rank, pages, runs[rank])
     wanted = [[last - rank, 0, 1] for rank in range(dp_size)]
-    found = gathering.shards(gathering.gather(pool, *gathering.ids_of(wanted)), wanted)
+    found = gathering.shards(gathering.gather(pool, wanted), wanted)
     for rank, shards in runs.items():
         for shard, other in zip(shards, found[rank], strict=True):
             np.testing.assert_array_equal(np.asarray(other)[:, :, :3], shard)
@@ -90,15 +83,6 @@ def test_what_leaves_a_device_through_pinned_memory_is_found_there_as_it_is(
 
 
 def test_a_processor_reads_memory_that_is_not_pinned() -> None:
-    assert memory_pinner(make_mesh(1, 1)) is None
-
-
-def test_what_a_mesh_of_several_processes_copies_once_more_is_not_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = SimpleNamespace(platform="gpu", client=_Client(most=1))
-    monkeypatch.setattr(page_runs, "own_devices", lambda mesh: [gpu])
-    monkeypatch.setattr(page_runs, "spans_processes", lambda mesh: True)
     assert memory_pinner(make_mesh(1, 1)) is None
 
 

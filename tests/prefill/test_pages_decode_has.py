@@ -44,7 +44,7 @@ def test_the_host_is_a_chunk_ahead_at_most_though_no_chunk_has_pages_to_send(
     monkeypatch.setattr(worker._engine, "run_chunk", counted)
     alone.submit(1, num_tokens=8 * PAGE)  # four chunks
     last = wire.pack_i32([0])
-    grant = wire.Grant(1, worker.epoch, "sim://nobody", last, 1, 2, first_page=7)
+    grant = wire.Grant(1, worker.epoch, ("sim://nobody",), last, 1, 2, first_page=7)
     worker.handle(Granted((grant,)))
     ahead = []
     while alone.turn():

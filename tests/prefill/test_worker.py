@@ -140,7 +140,7 @@ def test_prompts_wait_while_too_many_pages_wait_for_their_decode_worker(dp_size:
     alone.submit(3)
     worker.handle(Granted((alone.grant(3),)))  # it comes later, and waits as well
     alone.submit(4)
-    worker.handle(Granted((msgspec.structs.replace(alone.grant(4), data_address="sim://another"),)))
+    worker.handle(Granted((alone.grant(4, address="sim://another"),)))
     while alone.turn():
         pass
     assert alone.tokens() == [(4, 0)]

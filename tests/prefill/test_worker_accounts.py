@@ -131,7 +131,7 @@ def test_the_leg_of_an_aborted_room_tells_what_had_left() -> None:
 
 def _send_one(alone: Alone, lane: Lane) -> int:
     """Let the next frame leave; returns its number of bytes."""
-    sender: Any = alone.worker._sender  # type: ignore[union-attr]
+    sender: Any = alone.worker._sending.sender  # type: ignore[union-attr]
     job = sender.next_job(lane)
     assert job.payload is not None
     sender.sent(lane, job, alone.clock.monotonic_s())
@@ -157,7 +157,10 @@ def test_heads_are_cut_as_each_decode_group_stores_them() -> None:
     alone, worker = prefill()
     seen: list[tuple[int, Sequence[HeadRun]]] = []
 
-    def send_pages(grant: wire.Grant, start: int, shards: Any, runs: Sequence[HeadRun]) -> None:
+    def send_pages(
+        grant: wire.Grant, start: int, shards: Any, runs: Sequence[HeadRun], frame_pages: int
+    ) -> None:
+        assert frame_pages == 0  # what fits: no other node sends parts of these pages
         seen.append((grant.stored_kv_heads, runs))
 
     worker.sender.send_pages = send_pages  # type: ignore[method-assign,assignment]

@@ -96,11 +96,13 @@ class Alone:
         """How a submit refers to this worker, or to another."""
         return wire.WorkerRef(worker_id or self.worker.worker_id(), self.worker.epoch, "here")
 
-    def grant(self, room: int, epoch: int | None = None) -> wire.Grant:
+    def grant(
+        self, room: int, epoch: int | None = None, address: str = "sim://nobody"
+    ) -> wire.Grant:
         """The grant of a decode worker at whose address nobody listens."""
         epoch = self.worker.epoch if epoch is None else epoch
         pages = wire.pack_i32(range(pages_for(self._num_tokens.get(room, 1), PAGE)))
-        return wire.Grant(room, epoch, "sim://nobody", pages, 1, 2)
+        return wire.Grant(room, epoch, (address,), pages, 1, 2)
 
     def turn(self) -> bool:
         """Run one turn, and check the worker's bookkeeping."""

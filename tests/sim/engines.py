@@ -14,6 +14,7 @@ import numpy as np
 from decode.drafts import NO_DRAFT, REJECTED
 from decode.engine import SlotStart, StepInFlight
 from decode.local import LocalPrompt
+from model.calls import Calls
 from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.pieces import Piece
 from model.sampling import NUM_TOP, SampleOut
@@ -119,6 +120,7 @@ class ChunkEngine:
         self.stats = stats
         self.dispatched = 0
         self._facts = facts
+        self.calls = Calls()
         self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
         self._chunk_tokens = chunk_tokens
         self._seqs = seqs
@@ -188,6 +190,7 @@ class StepEngine:
         self.stats = stats
         self.dispatched = 0
         self._facts = facts
+        self.calls = Calls()
         self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
         self._local_chunk = local_chunk
         self._drafts = drafts

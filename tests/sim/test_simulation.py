@@ -26,7 +26,7 @@ from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer import wire
-from transfer.host_pages import HostPages
+from transfer.host_pages import HostMemory
 from transfer.inbound import Inbound
 from transfer.keeping import Keeping
 from transfer.prefix_cache import PrefixCache, Sharing
@@ -316,7 +316,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (PrefillScheduler, "keep_back", _kept_back_for_good),
         (Keeping, "dispatch", _pages_saved_a_turn_late),
         (Keeping, "dispatch", _pages_never_restored),
-        (HostPages, "fetch", _pages_of_the_host_turned_round),
+        (HostMemory, "fetch", _pages_of_the_host_turned_round),
         (PrefixCache, "chain", _one_salt_for_all),
         (prefill.worker, "sharing_salt", _one_salt_for_all_adapters),
         (decode.worker, "sharing_salt", _one_salt_for_all_adapters),

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from model.config import KVSpec
-from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent
+from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent, Source
 from transfer.errors import BadMessage
 from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
@@ -106,6 +106,7 @@ class Link(Lane):
         self._forward = Channel(fabric.net)
         self._back = Channel(fabric.net)
         self._pumping = False
+        self.source = Source("prefill")
         self.receiver = fabric.receivers.get(address)
         fabric.net.stats["data_links"] += 1
         fabric.links.append(self)

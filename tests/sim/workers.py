@@ -20,7 +20,8 @@ from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
 from transfer.clock import Clock
-from transfer.host_pages import HostPages
+from transfer.host_pages import HostMemory, HostPages
+from transfer.host_sizes import Hosts
 from transfer.opened import PoolFacts
 from transfer.replies import Replies
 from transfer.room import LEGAL, Room, Side, State
@@ -81,11 +82,12 @@ def _facts_of(plan: WorkerPlan) -> PoolFacts:
     return PoolFacts(plan.page_size, plan.context, *heads, plan.window, ADAPTERS)
 
 
-def _host_pages(plan: WorkerPlan, facts: PoolFacts) -> HostPages | None:
+def _hosts(plan: WorkerPlan, facts: PoolFacts) -> Hosts | None:
     if not plan.host_pages:
         return None
     shape = 1, 2, plan.page_size, plan.stored_heads // plan.tp_size, 1
-    return HostPages(plan.host_pages, plan.tp_size, shape, "float32", facts.groups)
+    memory = HostMemory(plan.host_pages, plan.tp_size, shape, "float32", facts.groups)
+    return Hosts([HostPages(plan.host_pages, facts.groups)] * plan.dp_size, [memory] * plan.dp_size)
 
 
 class SimPrefill(PrefillWorker):
@@ -126,7 +128,7 @@ class SimPrefill(PrefillWorker):
             stats,
             plan.dp_size,
         )
-        self.assemble(engine, facts, buckets, sender, _host_pages(plan, facts))
+        self.assemble(engine, facts, buckets, sender, _hosts(plan, facts))
         self._grammars = SimGrammars(fabric.net)
         self._ready = True
         self._publish = publish
@@ -233,10 +235,10 @@ class SimDecode(DecodeWorker):
             facts,
             plan.num_slots,
             receiver,
-            receiver.start(),
+            [receiver.start()],
             local if plan.local_tokens else None,
             ring_pages,
-            _host_pages(plan, facts) if plan.local_tokens else None,
+            _hosts(plan, facts) if plan.local_tokens else None,
         )
         self._grammars = SimGrammars(fabric.net)
         self._ready = True

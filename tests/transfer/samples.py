@@ -54,7 +54,7 @@ def a_grant(
     return wire.Grant(
         room=room,
         epoch=epoch,
-        data_address=address,
+        data_addresses=(address,),
         page_ids=wire.pack_i32(np.arange(num_pages)),
         tp_size=tp_size,
         stored_kv_heads=stored_kv_heads,

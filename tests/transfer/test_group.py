@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,11 +23,14 @@ from transfer.group import (
     DeviceCalls,
     Follow,
     HostArray,
+    Joined,
     Leader,
+    NodeState,
+    Told,
     arrays_of,
     packed_call,
 )
-from transfer.member import Member
+from transfer.member import Member, Tell
 from transfer.rpc import RpcClient, RpcServer, Security
 
 CONFIG = PrefillConfig(
@@ -34,15 +38,47 @@ CONFIG = PrefillConfig(
 )
 
 
+class PlainNode:
+    """A node without a model: what it is told, and what it has to tell."""
+
+    data_address = ""
+
+    def __init__(self, calls: Calls | None = None) -> None:
+        self.calls = calls or Calls()
+        self.joined_as: tuple[str, int] | None = None
+        self.too_much: frozenset[str] = frozenset()
+        self.counted = NodeState()
+        self.closed = False
+
+    def joined(self, worker_id: str, node: int) -> None:
+        self.joined_as = worker_id, node
+
+    def behind(self) -> frozenset[str]:
+        return self.too_much
+
+    def state(self) -> NodeState:
+        return self.counted
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def plain(calls: Calls | None = None) -> Callable[[Tell], PlainNode]:
+    """Builds a node with these calls."""
+    return lambda tell: PlainNode(calls)
+
+
 class Group:
-    """A leader that listens, and the ranks it lost."""
+    """A leader that listens, the ranks it lost, and what it was told."""
 
     def __init__(self) -> None:
         self.lost: list[int] = []
-        self.leader = Leader(2, self.lost.append)
+        self.told: list[Told] = []
+        self.leader = Leader(2, self.lost.append, self.told.append)
         self.server = RpcServer(SECURITY)
         self.server.stream("Follow", Follow, self.leader.feed)
         self.server.unary("StillThere", Follow, self.leader.still_there)
+        self.server.unary("Told", Told, self.leader.told)
         self.address = ""
 
     async def start(self) -> None:
@@ -50,6 +86,11 @@ class Group:
 
     def client(self) -> RpcClient:
         return RpcClient(self.address, SECURITY)
+
+    def texts_of_all(self, text: str) -> list[str]:
+        """As members.texts_of_all, in a member."""
+        leader = Joined("prefill-0", self.address)
+        return [msgspec.json.encode(leader).decode(), text]
 
 
 @pytest.fixture
@@ -67,11 +108,11 @@ def follow(
 ) -> Callable[[Calls], "asyncio.Task[None]"]:
     """Runs a member whose engine has these calls, as the member's process would."""
     monkeypatch.setattr(member, "join", lambda *_: None)
-    monkeypatch.setattr(members, "texts_of_all", lambda text: [led.address, text])
+    monkeypatch.setattr(members, "texts_of_all", led.texts_of_all)
 
     def start(calls: Calls) -> "asyncio.Task[None]":
         return asyncio.create_task(
-            Member(CONFIG, "prefill", SECURITY, lambda: calls).run(ready.append)
+            Member(CONFIG, "prefill", SECURITY, plain(calls)).run(ready.append)
         )
 
     ready: list[str] = []

@@ -65,12 +65,15 @@ def test_beside_what_the_worker_itself_has_promised_there_must_be_room(promises:
         check()
 
 
-def test_a_member_that_does_not_lead_needs_no_memory_for_them(promises: Promises) -> None:
+def test_each_node_needs_memory_for_its_own_shards(promises: Promises) -> None:
     with promises.turn():
-        promises.make(900 * MIB)
-    check(nnodes=2, tp_size=2, node_rank=1, dist_init_addr="127.0.0.1:1")
-    with pytest.raises(ModelError, match="1600 pages"):
-        check(nnodes=2, tp_size=2, dist_init_addr="127.0.0.1:1")
+        promises.make(850 * MIB)
+    group = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}
+    for rank in (0, 1):
+        check(**group, tp_size=2, node_rank=rank)  # half of each page
+        check(**group, dp_size=2, hicache_ratio=1.0, node_rank=rank)  # half of the pages
+    with pytest.raises(ModelError, match=r"1600 pages take 200\.0 MiB"):
+        check(tp_size=2)
 
 
 def test_no_page_at_all_is_refused_before_weights_are_loaded(promises: Promises) -> None:

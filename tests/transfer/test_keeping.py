@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from model.calls import Calls
 from prefill.config import PrefillConfig
 from prefill.scheduler import Prompt
 from prefill.worker import Granted
@@ -21,8 +22,9 @@ from tests.transfer.test_prefix_cache import PAGE as SHORT_PAGE
 from tests.transfer.test_prefix_cache import SALTS, TOKENS, ids
 from transfer.backend import SenderEvent
 from transfer.errors import ConfigError
-from transfer.host_pages import HostPages
-from transfer.keeping import Keeping
+from transfer.gathered import GatheredPages
+from transfer.host_pages import HostMemory, HostPages
+from transfer.keeping import Keeping, KeptPages
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing, flush_caches
 from transfer.wire import SamplingParams
@@ -155,13 +157,13 @@ def test_a_prompt_that_is_aborted_while_its_prefix_comes_back_leaves_all_in_orde
 
 
 def test_a_rank_expects_no_work_of_what_the_host_has_but_takes_pages_for_it() -> None:
-    host = HostPages(64, 1, (1, 1, PAGE, 1, 1), "float32")
+    host = HostPages(64)
     bench = Bench(dp_size=2, num_pages=16)
     for rank in bench.ranks.ranks:
         rank.cache.host = host
     ids = np.arange(60, dtype=np.int32)
     for digest in bench.ranks.ranks[0].cache.chain(ids, ""):
-        host.put(digest, 0, [np.zeros((1, 1, PAGE, 1, 1), np.float32)])
+        assert host.put(digest, 0)
     prompt = bench.add(1, num_tokens=61, rank=0, first=0)
     assert bench.plan() == [[1], []]
     assert prompt.num_foreseen == prompt.num_cached == 60
@@ -194,6 +196,7 @@ class Pools:
     max_run_pages = 3
 
     def __init__(self, groups: int) -> None:
+        self.calls = Calls()
         self.kv = np.zeros((2, groups * self.num_pages), np.int64)
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -217,12 +220,15 @@ class KeepingBesideModel(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, 12), groups=st.integers(1, 2))
     def begin(self, capacity: int, groups: int) -> None:
         self.groups = groups
-        self.host = HostPages(capacity, 1, (1, 1, 1, 1, 1), "int64", groups)
+        self.host = HostPages(capacity, groups)
+        self.memory = HostMemory(capacity, 1, (1, 1, 1, 1, 1), "int64", groups)
         self.pools = [PagePool(Pools.num_pages) for _ in range(2)]
         self.caches = [PrefixCache(pool, SHORT_PAGE, host=self.host) for pool in self.pools]
         self.engine = Pools(groups)
         self.counters: Counter[str] = Counter()
-        self.keeping = Keeping(self.host, self.caches, self.engine, groups, self.counters)
+        gathered = GatheredPages(self.engine)
+        kept = KeptPages([self.memory] * 2, self.engine, gathered)
+        self.keeping = Keeping(kept, self.caches, self.engine, gathered, self.counters)
         self.live: list[tuple[int, list[int]]] = []  # rank and pages of prompts that are computed
         self.prefixes: dict[bytes, int] = {}  # all that were ever computed, and their contents
         self.left: set[bytes] = set()  # pages that left a pool since the last flush
@@ -268,7 +274,7 @@ class KeepingBesideModel(RuleBasedStateMachine):
         found = [digest for digest in self.prefixes if digest in self.host]
         for digest in found:
             for group in range(self.groups):
-                (page,) = self.host.fetch([(digest, group)])
+                (page,) = self.memory.fetch([self.host.place_of(digest, group)])
                 assert page.item() == self._contents(digest, group)
         assert len(found) == len(self.host) == min(len(self.left), self.host.num_pages)
 

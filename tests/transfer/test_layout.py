@@ -168,7 +168,7 @@ SPEC = a_worker().kv_spec
     ("changes", "named"),
     [
         ({"model_digest": "d2"}, ("digest", "d1", "d2")),
-        ({"wire_version": 9}, ("version", str(wire.WIRE_VERSION), "9")),
+        ({"wire_version": 99}, ("version", str(wire.WIRE_VERSION), "99")),
         ({"kv_spec": msgspec.structs.replace(SPEC, page_size=16)}, ("page_size", "4", "16")),
         ({"kv_spec": msgspec.structs.replace(SPEC, num_layers=3)}, ("num_layers", "2", "3")),
         ({"kv_spec": msgspec.structs.replace(SPEC, head_dim=16)}, ("head_dim", "8", "16")),

@@ -68,7 +68,7 @@ def test_saying_goodbye_ends_this_life_only() -> None:
     [
         ({"model_digest": "d2"}, ("digest", "d1", "d2")),
         ({"dtype": "float16"}, ("dtype", "float16")),
-        ({"wire_version": 9}, ("version", str(wire.WIRE_VERSION), "9")),
+        ({"wire_version": 99}, ("version", str(wire.WIRE_VERSION), "99")),
         (
             {"kv_spec": msgspec.structs.replace(a_worker().kv_spec, page_size=16)},
             ("page_size", "4", "16"),
