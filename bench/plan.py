@@ -1,8 +1,8 @@
 """`kvferry plan`: what fits on devices that need not be here, and how fast it could be at best.
 
-Weights and pages are counted as a worker with these flags would store them. Times are the floors of
-bench/floors.py on devices whose ceilings are given. They leave out traffic between devices,
-launches and intermediate results, so a real step takes longer.
+Weights, adapters and pages are counted as a worker with these flags would store them. Times are
+the floors of bench/floors.py on devices whose ceilings are given. They leave out traffic between
+devices, launches, adapters and intermediate results, so a real step takes longer.
 """
 
 import math
@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from bench.floors import (
     Ceilings,
@@ -28,16 +29,35 @@ from bench.floors import (
 from bench.shapes import Shape
 from decode.config import MAX_SLOTS
 from decode.rings import first_seen
-from model.buckets import MAX_SEQS_PER_CHUNK, check_page_size, pages_for, touched_pages
-from model.config import FP8, ModelConfig
+from model.buckets import (
+    MAX_SEQS_PER_CHUNK,
+    RUN_LENGTHS,
+    PrefillBuckets,
+    check_page_size,
+    pages_for,
+    prefill_buckets,
+    touched_pages,
+)
+from model.config import FP8, KVSpec, ModelConfig
 from model.config_quantised import codes_of
 from model.errors import ModelError
-from model.params import Leaf, param_leaves
+from model.lora import Adapter, AdapterFiles, lora_shape, lora_sources, read_adapters
+from model.page_runs import RUNS_PLACED_AHEAD
+from model.params import Leaf, lora_leaves, param_leaves
+from model.programs import mib
 from model.sharding import Dims, abstract_mesh, kv_spec
 from transfer import flags, terminal
-from transfer.checks import above_zero, at_least, at_most
+from transfer.checks import NamedPath, above_zero, at_least, at_most
 from transfer.errors import ConfigError
-from transfer.worker_config import check_devices, check_experts
+from transfer.host_sizes import pages_kept, returning_bytes
+from transfer.keeping import most_saving
+from transfer.worker_config import (
+    WORKER_HELP,
+    WorkerConfig,
+    check_devices,
+    check_experts,
+    check_named_once,
+)
 
 ROLES: Final = ("prefill", "decode")
 _LEAST, _MOST = 1e-6, 1e9  # of a device's figures: beyond, times would be 0 or without end
@@ -58,6 +78,9 @@ class GroupConfig:
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     page_size: int = 64
     mem_fraction_static: float = 0.85
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float = WorkerConfig.hicache_ratio
+    hicache_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "ep_size", "dp_size", "page_size"):
@@ -68,6 +91,8 @@ class GroupConfig:
         if not 0.0 < self.mem_fraction_static <= 1.0:
             got = self.mem_fraction_static
             raise ConfigError(f"--mem-fraction-static must be in (0, 1], got {got}")
+        above_zero(self, "hicache_ratio")
+        at_least(self, "hicache_size", 0)
 
 
 @dataclass(frozen=True)
@@ -75,11 +100,13 @@ class PlanConfig:
     """The load and the devices. Defaults are about those of an H200, and were not measured."""
 
     model_path: Path
+    lora_paths: tuple[NamedPath, ...] = ()
     input_tokens: int = 1024
     output_tokens: int = 256
     chunked_prefill_size: int = 8192
     max_seqs_per_chunk: int = 8  # prompts packed into one chunk
     max_running_requests: int = 0  # slots of all ranks, as of a worker; 0: 256 for each
+    transfer_queue_bytes: int = 2 << 30
     device_memory_gib: float = 139.0
     copy_gb: float = 4300.0  # a second, read and written
     matmul_tflop: float = 790.0  # a second
@@ -89,10 +116,12 @@ class PlanConfig:
         at_least(self, "max_running_requests", 0)
         at_most(self, "max_running_requests", MAX_SLOTS)
         at_most(self, "max_seqs_per_chunk", MAX_SEQS_PER_CHUNK)
-        for name in vars(self):
-            if name not in ("model_path", "max_running_requests"):
-                above_zero(self, name)
+        at_least(self, "transfer_queue_bytes", 0)
+        check_named_once(self.lora_paths)
+        for name in ("input_tokens", "output_tokens", "chunked_prefill_size", "max_seqs_per_chunk"):
+            above_zero(self, name)
         for name in ("device_memory_gib", "copy_gb", "matmul_tflop", "link_gb"):
+            above_zero(self, name)
             at_least(self, name, _LEAST)
             at_most(self, name, _MOST)
 
@@ -137,6 +166,17 @@ HELP = {
     "matmul_tflop": "10^12 operations per second of a device's matrix products",
     "link_gb": "GB per second from a prefill to a decode worker",
 }
+# The same as of workers.
+HELP |= {
+    name: WORKER_HELP[name]
+    for name in (
+        "lora_paths",
+        "enable_hierarchical_cache",
+        "hicache_ratio",
+        "hicache_size",
+        "transfer_queue_bytes",
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -147,9 +187,12 @@ class Group:
     shape: Shape
     dims: Dims
     weights_bytes: int  # of a device
+    lora_bytes: int  # of a device, all adapters
     page_bytes: int  # of a device, all layers
     num_pages: int  # of a rank
     ring_pages: int  # of a request, for layers with a window; 0: as many as for the others
+    kept_pages: int = 0  # evicted ones that the host keeps
+    kept_bytes: int = 0  # of the host's memory, for these
 
     @property
     def num_devices(self) -> int:
@@ -205,10 +248,17 @@ def _over(cost: Cost, devices: int) -> Cost:
 
 
 def plan_group(
-    cfg: ModelConfig, config: GroupConfig, memory_gib: float, has_rings: bool = False
+    cfg: ModelConfig,
+    config: GroupConfig,
+    memory_gib: float,
+    adapters: Sequence[Adapter] = (),
+    run_pages: tuple[int, ...] = RUN_LENGTHS,
+    computes_prompts: bool = True,
 ) -> Group:
-    """What one worker stores. has_rings: see decode/rings.py.
+    """What one worker stores.
 
+    run_pages: see model.buckets.PrefillBuckets. computes_prompts: if it does not, it has rings, see
+    decode/rings.py, and the host keeps nothing for it.
     Raises ModelError when it does not fit, or cannot be divided so.
     """
     mesh = abstract_mesh(config.tp_size, config.ep_size, config.dp_size)
@@ -216,30 +266,65 @@ def plan_group(
     codes = codes_of(cfg.quantization, config.quantization)
     dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts, codes=codes)
     # The devices of a plan are accelerators, where "auto" keeps no codes.
-    dims = replace(dims, coded=dims.coded_as_published(config.quantization))
+    coded = dims.coded_as_published(config.quantization)
+    dims = replace(dims, coded=coded, lora=lora_shape(adapters))
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
     pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
     check_page_size(config.page_size, config.page_size, config.page_size)
-    leaves: list[Leaf] = jax.tree.leaves(param_leaves(dims, jax.numpy.dtype(dtype)))
-    weights = sum(
-        math.prod(leaf.sharding(mesh).shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-        for leaf in leaves
-    )
-    page_bytes = kv_spec(dims, config.page_size, pages).all_layers_bytes // config.tp_size
+    stored = jax.numpy.dtype(dtype)
+    if adapters:
+        lora_sources(AdapterFiles(adapters, stored), dims, adapters)  # refuses what does not fit
+    weights = _device_bytes(param_leaves(dims, stored), mesh)
+    lora = _device_bytes(lora_leaves(dims, stored), mesh)
+    kv = kv_spec(dims, config.page_size, pages)
+    page_bytes = kv.all_layers_bytes // config.tp_size
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
     # A sixteenth, as a worker assumes until it knows the scratch memory of its programs.
-    left = budget - budget // 16 - weights
+    budget -= budget // 16
+    keeps = config.enable_hierarchical_cache and computes_prompts
+    moving = _moving_pages(config, run_pages) * page_bytes // kv.groups if keeps else 0
+    left = budget - weights - lora - moving
     if left < page_bytes:
+        beside = f", adapters of {mib(lora)}" * (lora > 0)
+        beside += f", pages that move to and from the host of {_gib(moving)}" * (moving > 0)
         raise ModelError(
-            f"weights of {_gib(weights)} a device do not fit: {config.mem_fraction_static} of "
-            f"{memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget - budget // 16)}; "
+            f"weights of {_gib(weights)}{beside} a device do not fit: {config.mem_fraction_static} "
+            f"of {memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget)}; "
             f"raise --tp-size or --ep-size{f', or give --quantization {codes}' * (not dims.coded)}"
         )
     codes = codes if dims.coded else ""
     shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, codes)
-    apart = has_rings and cfg.page_groups > 1
+    apart = not computes_prompts and cfg.page_groups > 1
     ring = touched_pages(cfg.sliding_window, config.page_size) if apart else 0
-    return Group(config, shape, dims, weights, page_bytes, left // page_bytes, ring)
+    num_pages = left // page_bytes
+    group = Group(config, shape, dims, weights, lora, page_bytes, num_pages, ring)
+    return _with_host_pages(group, kv, run_pages[-1]) if keeps else group
+
+
+def _device_bytes(tree: Any, mesh: AbstractMesh) -> int:
+    """Bytes of a device for a tree of `Leaf`s."""
+    leaves: list[Leaf] = jax.tree.leaves(tree)
+    return sum(
+        math.prod(leaf.sharding(mesh).shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in leaves
+    )
+
+
+def _moving_pages(config: GroupConfig, run_pages: tuple[int, ...]) -> int:
+    """Pages of a rank on their way to the host and back: it has room for them beside its pool.
+
+    As model.page_runs.PlacedRuns.spare_pages and, for the way there, most_saving.
+    """
+    nothing = sum(run_pages) if config.dp_size > 1 else 0
+    return most_saving(run_pages) + RUNS_PLACED_AHEAD * run_pages[-1] + nothing
+
+
+def _with_host_pages(group: Group, kv: KVSpec, longest_run: int) -> Group:
+    """Raises ModelError if the host keeps no page."""
+    config, pool_pages = group.config, group.num_pages * group.config.dp_size
+    kept = pages_kept(kv, pool_pages, config.hicache_size, config.hicache_ratio)
+    kept_bytes = kept * kv.all_layers_bytes + returning_bytes(kv, longest_run)
+    return replace(group, kept_pages=kept, kept_bytes=kept_bytes)
 
 
 def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
@@ -258,11 +343,22 @@ def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
     plan = flags.config_from(PlanConfig, args)
     cfg = ModelConfig.from_dir(plan.model_path)
     prefill, decode = (flags.config_from(GroupConfig, args, role) for role in ROLES)
+    adapters = read_adapters(plan.lora_paths, cfg)
+    runs = _buckets(plan, cfg, prefill.page_size).run_pages
+    sizes = plan.device_memory_gib, adapters
     groups = (
-        plan_group(cfg, prefill, plan.device_memory_gib),
-        plan_group(cfg, decode, plan.device_memory_gib, has_rings=True),
+        plan_group(cfg, prefill, *sizes, runs),
+        plan_group(cfg, decode, *sizes, computes_prompts=False),
     )
     terminal.say("\n".join(report(plan, *groups)))
+
+
+def _buckets(plan: PlanConfig, cfg: ModelConfig, page_size: int) -> PrefillBuckets:
+    """Shapes of the programs of a prefill worker with the model's whole context."""
+    limit = cfg.max_position_embeddings
+    context = limit // page_size * page_size or limit
+    chunk = min(plan.chunked_prefill_size, pages_for(context, page_size) * page_size)
+    return prefill_buckets(chunk, plan.max_seqs_per_chunk, context, page_size, cfg.page_groups)
 
 
 def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
@@ -286,7 +382,28 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
         if not group.requests(tokens):
             raise ModelError(f"no request of {tokens} tokens fits the pages of {role}")
         lines += ["", f"{role}, {group.num_devices} device(s)", *_stored(group, tokens)]
+        if group is prefill:
+            waiting = _gib(_most_waiting(plan, prefill, decode))
+            lines.append(_line("host: pages to be sent", f"{waiting} for each decode worker"))
     return [*lines, "", "at best, nothing between devices counted", *_speeds(plan, prefill, decode)]
+
+
+def _most_waiting(plan: PlanConfig, prefill: Group, decode: Group) -> int:
+    """Bytes of prefill's host for pages that a decode worker takes more slowly than they come.
+
+    While --transfer-queue-bytes wait, the two chunks that are being computed may still add theirs;
+    but none is computed for which decode has no room.
+    """
+    chunk = min(plan.chunked_prefill_size, prefill.shape.cfg.max_position_embeddings)
+    chunks = 2 * prefill.config.dp_size * pages_for(chunk, prefill.config.page_size)
+    of_chunks, of_decode = (
+        pages * group.page_bytes * group.config.tp_size
+        for pages, group in (
+            (chunks, prefill),
+            (decode.num_pages * decode.config.dp_size, decode),
+        )
+    )
+    return min(plan.transfer_queue_bytes + of_chunks, of_decode)
 
 
 def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
@@ -324,11 +441,19 @@ def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
 def _stored(group: Group, tokens: int) -> list[str]:
     each = " of a rank" if group.config.dp_size > 1 else ""
     held = group.num_pages * group.config.page_size
-    return [
-        _line("weights of a device", f"{_gib(group.weights_bytes)}, {group.shape.dtype}"),
+    lines = [_line("weights of a device", f"{_gib(group.weights_bytes)}, {group.shape.dtype}")]
+    if group.lora_bytes:
+        lines.append(_line("adapters of a device", mib(group.lora_bytes)))
+    lines += [
         _line(f"pages{each}", f"{group.num_pages:,}, {group.shape.page_dtype}: {held:,} tokens"),
         _line(f"requests of {tokens:,} tokens", f"{group.requests(tokens):,}"),
     ]
+    if group.kept_pages:
+        kept = f"{group.kept_pages:,} pages, {_gib(group.kept_bytes)}"
+        lines.append(_line("host: evicted prefixes", kept))
+    elif group.config.enable_hierarchical_cache:
+        lines.append(_line("host: evicted prefixes", "none: prefill computes the prompts"))
+    return lines
 
 
 def _line(what: str, value: str) -> str:

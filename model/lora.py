@@ -115,16 +115,22 @@ def adapters_digest(adapters: Sequence[Adapter]) -> str:
     return digest.hexdigest()
 
 
-def lora_sources(dims: Dims, adapters: Sequence[Adapter]) -> tuple[dict[str, Source], ...]:
+def lora_sources(
+    files: "AdapterFiles", dims: Dims, adapters: Sequence[Adapter]
+) -> tuple[dict[str, Source], ...]:
     """The tree of `Source`s that has the structure of model.params.lora_leaves.
 
-    A tensor's name begins with the adapter's place, see AdapterFiles.
+    A tensor's name begins with the adapter's place, see AdapterFiles, in which all are looked up.
+    Raises ModelError, one line, naming file and tensor: wrong shape or dtype, a missing tensor.
     """
     found: list[dict[str, Source]] = []
     for run in segments(dims):
         layers = range(run.first, run.first + run.num_layers)
         each = [_layer_sources(dims, adapters, layer, run.moe) for layer in layers]
         found.append({name: Stack(tuple(one[name] for one in each)) for name in each[0]})
+    for source in (source for part in found for source in part.values()):
+        for name, shape in source.expected():
+            files.check(name, shape)
     return tuple(found)
 
 

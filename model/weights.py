@@ -74,14 +74,10 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
 def load_adapters(adapters: Sequence[Adapter], model: Model) -> Params:
     """The parameters of adapters that the model was made for, to be added to its own.
 
-    Raises ModelError, one line, naming file and tensor: wrong shape or dtype, a missing tensor.
+    Raises ModelError, see lora_sources.
     """
     files, leaves = AdapterFiles(adapters, model.dtype), model.lora_leaves()
-    found: Params = {"lora": lora_sources(model.dims, adapters)} if leaves else {}
-    sources = jax.tree.leaves(found)
-    for source in sources:
-        for name, shape in source.expected():
-            files.check(name, shape)
+    sources = jax.tree.leaves(lora_sources(files, model.dims, adapters) if leaves else ())
     flat, tree = jax.tree.flatten(leaves)
     made = [
         _place(files, source, leaf, model, lambda _: None)

@@ -63,7 +63,7 @@ def take_memories(
     """Take this node's memory, by rank. Raises ModelError as `check_host`."""
     kv = opened.kv
     most = _most_kept(config, kv, engine.num_pages)
-    idle_bytes = _RUNS_RETURNING * engine.max_run_pages * kv.page_bytes
+    idle_bytes = returning_bytes(kv, engine.max_run_pages)
     with PROMISES.turn():
         taken = _promise(config, kv, most, idle_bytes)
     log.info("host memory: %d pages of prefixes %s", most, mib(taken))
@@ -79,16 +79,30 @@ def take_memories(
     return [memories[nodes] for nodes in config.nodes]
 
 
-def _most_kept(config: WorkerConfig, kv: KVSpec, num_pages: int) -> int:
-    """Pages of each group, on each set of nodes that have ranks.
+def pages_kept(kv: KVSpec, pool_pages: int, size: int, ratio: float, apart: int = 1) -> int:
+    """Pages of each group that the host keeps. size, ratio: of --hicache-size and --hicache-ratio.
 
-    num_pages: of each group in a rank's pool.
+    pool_pages: of each group, in the pools of all ranks. apart: sets of nodes that have ranks, each
+    of which keeps its own. Raises ModelError if they keep none.
     """
-    if config.hicache_size:
-        most = config.hicache_size * 10**9 // kv.all_layers_bytes
-    else:
-        most = int(config.hicache_ratio * num_pages * config.dp_size)
-    return most // len(set(config.nodes))
+    most = (size * 10**9 // kv.all_layers_bytes if size else int(ratio * pool_pages)) // apart
+    if not most:
+        raise ModelError(
+            f"--enable-hierarchical-cache keeps not one page of {mib(kv.all_layers_bytes)} in the "
+            "host's memory; choose a larger --hicache-size or --hicache-ratio"
+        )
+    return most
+
+
+def returning_bytes(kv: KVSpec, run_pages: int) -> int:
+    """Bytes of the host's memory for pages on their way back. run_pages: of the longest run."""
+    return _RUNS_RETURNING * run_pages * kv.page_bytes
+
+
+def _most_kept(config: WorkerConfig, kv: KVSpec, num_pages: int) -> int:
+    """See pages_kept. num_pages: of each group in a rank's pool."""
+    pool_pages, apart = num_pages * config.dp_size, len(set(config.nodes))
+    return pages_kept(kv, pool_pages, config.hicache_size, config.hicache_ratio, apart)
 
 
 def _promise(config: WorkerConfig, kv: KVSpec, most: int, idle_bytes: int = 0) -> int:
@@ -101,11 +115,11 @@ def _promise(config: WorkerConfig, kv: KVSpec, most: int, idle_bytes: int = 0) -
     pages_bytes = most * kv.all_layers_bytes * num_shards // config.tp_size
     needed = pages_bytes + idle_bytes * num_shards // config.tp_size
     left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
-    if not most or needed > left:
+    if needed > left:
         raise ModelError(
             f"--enable-hierarchical-cache: {most} pages take {mib(needed)} of the host's memory, "
             f"of which {mib(max(left, 0))} are left; choose a --hicache-size or --hicache-ratio "
-            "that keeps one page at least and fits"
+            "that fits"
         )
     PROMISES.reserve(needed)
     return pages_bytes

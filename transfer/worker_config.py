@@ -1,5 +1,6 @@
 """The configuration that prefill and decode workers share, its validation, and what flags mean."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -117,10 +118,7 @@ class WorkerConfig:
 
     def _check_adapters(self) -> None:
         """Raises ConfigError for names that do not tell a client's models apart."""
-        names = [adapter.name for adapter in self.lora_paths]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"--lora-paths must name each adapter once, got {', '.join(names)}")
-        if self.model_name in names:
+        if self.model_name in check_named_once(self.lora_paths):
             raise ConfigError(
                 f"--lora-paths: {self.model_name!r} is the model's own name; name the adapter or "
                 "the model (--served-model-name) otherwise"
@@ -222,6 +220,14 @@ def check_devices(tp_size: int, dp_size: int) -> None:
             f"--dp-size {dp_size} x --tp-size {tp_size}: at most {MAX_DEVICES} devices, got "
             f"{dp_size * tp_size}"
         )
+
+
+def check_named_once(lora_paths: Sequence[NamedPath]) -> list[str]:
+    """The adapters' names. Raises ConfigError if two are the same."""
+    names = [adapter.name for adapter in lora_paths]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--lora-paths must name each adapter once, got {', '.join(names)}")
+    return names
 
 
 def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:

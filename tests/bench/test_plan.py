@@ -4,22 +4,31 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from bench.floors import Ceilings, decode_step_cost, experts_touched, prefill_chunk_cost
-from bench.plan import GroupConfig, PlanConfig, plan_group, report
+from bench.plan import Group, GroupConfig, PlanConfig, plan_group, report
 from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, Shape
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.lora import lora_shape, read_adapters
+from model.opening import OpenedModel
+from model.page_runs import PlacedRuns
+from model.programs import mib
+from model.promises import Promises
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import stored_bytes
 from prefill.config import PrefillConfig
 from tests.cluster import environment
 from tests.model.harness import GOLDENS
+from transfer import host_sizes
+from transfer.checks import NamedPath
 from transfer.errors import ConfigError
+from transfer.keeping import most_saving
 
 H200 = Ceilings(4300.0, 790.0)
 PLAN = PlanConfig(Path())
@@ -52,6 +61,88 @@ def test_weights_and_pages_are_those_that_a_worker_stores(name: str, sizes: dict
     assert group.page_bytes * config.tp_size == model.kv_spec().all_layers_bytes
     left = int(0.85 * 2**30) - int(0.85 * 2**30) // 16 - group.weights_bytes
     assert group.num_pages == left // group.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters", "sizes"),
+    [
+        ("llama", ("all", "queries"), {"tp_size": 4, "dp_size": 2}),
+        ("qwen3_moe", ("attention",), {"tp_size": 2, "ep_size": 2}),
+    ],
+)
+def test_adapters_take_what_a_worker_stores_for_them(
+    name: str, adapters: tuple[str, ...], sizes: dict[str, Any]
+) -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / name / "model")
+    read = read_adapters([(x, GOLDENS / "lora" / f"{name}_{x}") for x in adapters], cfg)
+    config = GroupConfig(dtype="bfloat16", page_size=16, **sizes)
+    bare, group = (plan_group(cfg, config, 1.0, each) for each in ((), read))
+    mesh = make_mesh(config.tp_size, config.ep_size, dp_size=config.dp_size)
+    model = Model.create(cfg, mesh, "bfloat16", 16, lora=lora_shape(read))
+    each = group.weights_bytes + group.lora_bytes
+    assert each * group.num_devices == stored_bytes(model)
+    assert (bare.weights_bytes, bare.lora_bytes) == (group.weights_bytes, 0)
+    left = int(0.85 * 2**30) - int(0.85 * 2**30) // 16 - each
+    assert group.num_pages == left // group.page_bytes < bare.num_pages
+    assert f"adapters of a device        {mib(group.lora_bytes)}" in told(group, bare)
+    assert "adapters" not in told(bare, bare)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_pages_that_move_to_the_host_and_back_leave_the_pool_less_room(dp_size: int) -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / "gpt_oss" / "model")
+    config = GroupConfig(dtype="bfloat16", page_size=16, dp_size=dp_size)
+    keeping = dataclasses.replace(config, enable_hierarchical_cache=True)
+    runs = (1, 4)
+    bare, group = (plan_group(cfg, each, 0.1, run_pages=runs) for each in (config, keeping))
+    model = Model.create(cfg, make_mesh(1, 1, dp_size=dp_size), "bfloat16", 16)
+    kv = model.kv_spec()
+    spare = most_saving(runs) + PlacedRuns(kv, model.mesh, runs).spare_pages
+    left = int(0.1 * 0.85 * 2**30) - int(0.1 * 0.85 * 2**30) // 16 - group.weights_bytes
+    assert bare.num_pages == left // group.page_bytes
+    assert group.num_pages == (left - spare * kv.page_bytes) // group.page_bytes
+    decode = plan_group(cfg, keeping, 0.1, computes_prompts=False)
+    assert (decode.num_pages, decode.kept_pages) == (bare.num_pages, 0)
+    assert "host: evicted prefixes      none: prefill computes the prompts" in told(bare, decode)
+
+
+@pytest.mark.parametrize("fields", [{}, {"hicache_ratio": 0.5}, {"hicache_size": 3}])
+def test_the_host_keeps_as_many_pages_as_a_worker_takes_memory_for(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / "gpt_oss" / "model")
+    sizes: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_hierarchical_cache": True}
+    group = plan_group(cfg, GroupConfig(dtype="bfloat16", page_size=16, **sizes, **fields), 0.1)
+    worker = PrefillConfig(tmp_path, "127.0.0.1:1", **sizes, **fields)
+    model = Model.create(cfg, make_mesh(2, 1, dp_size=2), "bfloat16", 16)
+    opened = cast(OpenedModel, SimpleNamespace(kv=model.kv_spec(), model=model))
+    engine = cast(Any, SimpleNamespace(num_pages=group.num_pages, max_run_pages=32))
+    monkeypatch.setattr(host_sizes, "PROMISES", Promises(tmp_path))
+    monkeypatch.setattr(host_sizes, "HostPages", lambda num_pages, *_: num_pages)
+    monkeypatch.setattr(host_sizes, "available_bytes", lambda: group.kept_bytes)
+    taken: object = host_sizes.take_host(worker, opened, engine)
+    assert taken == group.kept_pages
+    assert f"host: evicted prefixes      {taken:,} pages, " in told(group, group)
+    monkeypatch.setattr(host_sizes, "available_bytes", lambda: group.kept_bytes - 1)
+    with pytest.raises(ModelError, match=f"{taken} pages take "):
+        host_sizes.take_host(worker, opened, engine)
+
+
+def test_what_waits_for_decode_is_bounded_by_a_queue_and_two_chunks_or_by_decodes_pool() -> None:
+    group = plan_group(QWEN3_8B.cfg, GroupConfig(dtype="bfloat16", dp_size=2), 139.0)
+    page_bytes = 36 * 2 * 8 * 128 * 64 * 2
+    plan = dataclasses.replace(PLAN, transfer_queue_bytes=3 << 30)
+    waiting = ((3 << 30) + 2 * 2 * 128 * page_bytes) / 2**30
+    assert PLAN.transfer_queue_bytes == PrefillConfig.transfer_queue_bytes
+    line = "host: pages to be sent      {:.1f} GiB for each decode worker"
+    assert line.format(waiting) in told(group, group, plan)
+    small = dataclasses.replace(group, num_pages=100)
+    assert line.format(200 * page_bytes / 2**30) in told(group, small, plan)
+
+
+def told(prefill: Group, decode: Group, plan: PlanConfig = PLAN) -> str:
+    """The report of groups for requests that any of the models takes."""
+    return "\n".join(report(dataclasses.replace(plan, input_tokens=64), prefill, decode))
 
 
 def test_one_device_takes_the_floor_of_the_whole() -> None:
@@ -158,7 +249,7 @@ def test_codes_of_a_plan_are_what_the_checkpoint_has_or_refused() -> None:
 def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> None:
     cfg, config = GPT_OSS_20B.cfg, GroupConfig(dtype="bfloat16")
     whole = plan_group(cfg, config, 80.0)
-    decode = plan_group(cfg, config, 80.0, has_rings=True)
+    decode = plan_group(cfg, config, 80.0, computes_prompts=False)
     assert (whole.num_pages, whole.ring_pages, decode.ring_pages) == (decode.num_pages, 0, 3)
     assert whole.requests(8192) == whole.num_pages // 128
     assert decode.requests(8192) == 2 * decode.num_pages // (128 + 3)
@@ -167,7 +258,7 @@ def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> N
     assert whole.sent_bytes(8192) == 128 * page_bytes
     assert decode.sent_bytes(8192) == (128 + 2) * page_bytes // 2
     assert decode.sent_bytes(8193) == (129 + 3) * page_bytes // 2
-    other = plan_group(QWEN3_8B.cfg, config, 80.0, has_rings=True)
+    other = plan_group(QWEN3_8B.cfg, config, 80.0, computes_prompts=False)
     assert (other.ring_pages, other.requests(8192)) == (0, other.num_pages // 128)
 
 
@@ -211,6 +302,16 @@ def test_slots_are_of_all_ranks_as_those_of_a_worker() -> None:
         ({"tp_size": 3}, 139.0, "tp_size 3 and 4 kv heads"),
         ({"page_size": 24}, 139.0, "--page-size must be a power of two, got 24"),
         ({"ep_num_redundant_experts": 8}, 139.0, "8 redundant experts: 128 experts in 1 parts"),
+        (
+            {"enable_hierarchical_cache": True, "hicache_ratio": 1e-9},
+            139.0,
+            "keeps not one page of 6.0 MiB in the host's memory",
+        ),
+        (
+            {"enable_hierarchical_cache": True},
+            72.6,
+            "weights of 56.9 GiB, pages that move to and from the host of 1.5 GiB a device do not",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -236,6 +337,10 @@ def test_what_does_not_fit_is_refused(
         (PlanConfig, {"device_memory_gib": 1e300}, "--device-memory-gib must be at most"),
         (PlanConfig, {"link_gb": -1.0}, "--link-gb must be above 0, got -1.0"),
         (PlanConfig, {"copy_gb": float("nan")}, "--copy-gb must be above 0, got nan"),
+        (GroupConfig, {"hicache_ratio": 0.0}, "--hicache-ratio must be above 0, got 0.0"),
+        (GroupConfig, {"hicache_size": -1}, "--hicache-size must be at least 0, got -1"),
+        (PlanConfig, {"transfer_queue_bytes": -1}, "--transfer-queue-bytes must be at least 0"),
+        (PlanConfig, {"lora_paths": 2 * (NamedPath("a", Path()),)}, "must name each adapter once"),
     ],
 )
 def test_a_value_out_of_range_is_refused(kind: Any, values: dict[str, Any], message: str) -> None:
@@ -264,10 +369,14 @@ def test_pages_that_differ_and_requests_too_long_are_refused() -> None:
         report(PLAN, one, small)
 
 
-def test_the_command_reads_a_checkpoint_and_no_device() -> None:
+def test_the_command_reads_a_checkpoint_and_no_device(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "serving.launch", "plan", "--model-path")
     path = str(GOLDENS / "qwen3_moe" / "model")
-    flags = ("--input-tokens=64", "--output-tokens=8", "--prefill-tp-size=2", "--page-size=16")
+    flags = (
+        *("--input-tokens=64", "--output-tokens=8", "--prefill-tp-size=2", "--page-size=16"),
+        f"--lora-paths=a={GOLDENS / 'lora' / 'qwen3_moe_attention'}",
+        *("--prefill-enable-hierarchical-cache", "--hicache-size=1", "--transfer-queue-bytes=0"),
+    )
     done = subprocess.run(
         [*command, path, *flags],
         env=environment() | {"JAX_PLATFORMS": "nowhere"},
@@ -278,13 +387,19 @@ def test_the_command_reads_a_checkpoint_and_no_device() -> None:
     )
     assert "prefill, 2 device(s)" in done.stdout
     assert "decode, 1 device(s)" in done.stdout
-    failed = subprocess.run(
-        [*command, "/nowhere"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert failed.returncode == 2
-    assert failed.stderr.startswith("kvferry plan: --model-path /nowhere is not a folder")
+    assert "adapters of a device" in done.stdout
+    assert "host: evicted prefixes" in done.stdout
+    for bad, line in (
+        (["/nowhere"], "--model-path /nowhere is not a folder"),
+        ([path, f"--lora-paths=a={tmp_path}"], f"{tmp_path}/adapter_config.json: no such file"),
+    ):
+        failed = subprocess.run(
+            [*command, *bad],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert failed.returncode == 2
+        assert failed.stderr.startswith(f"kvferry plan: {line}")
