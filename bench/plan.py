@@ -56,6 +56,7 @@ from transfer.worker_config import (
     WorkerConfig,
     check_devices,
     check_experts,
+    check_kept,
     check_named_once,
 )
 
@@ -91,8 +92,7 @@ class GroupConfig:
         if not 0.0 < self.mem_fraction_static <= 1.0:
             got = self.mem_fraction_static
             raise ConfigError(f"--mem-fraction-static must be in (0, 1], got {got}")
-        above_zero(self, "hicache_ratio")
-        at_least(self, "hicache_size", 0)
+        check_kept(self)
 
 
 @dataclass(frozen=True)

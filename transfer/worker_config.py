@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from model.eplb import TRIVIAL, ExpertPolicy
 from transfer import nixl_agent
@@ -23,6 +23,7 @@ from transfer.ports import split_host_port
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
+MAX_KEPT_RATIO = 1_000_000
 MAX_TIMEOUT_S = 1_000_000  # what poll and timers of threads can wait for, rounded down
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
@@ -105,8 +106,7 @@ class WorkerConfig:
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
             )
         check_port(self, "port")
-        above_zero(self, "hicache_ratio")
-        at_least(self, "hicache_size", 0)
+        check_kept(self)
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ConfigError(
                 "--enable-hierarchical-cache keeps what the prefix cache evicts, got "
@@ -220,6 +220,13 @@ def check_devices(tp_size: int, dp_size: int) -> None:
             f"--dp-size {dp_size} x --tp-size {tp_size}: at most {MAX_DEVICES} devices, got "
             f"{dp_size * tp_size}"
         )
+
+
+def check_kept(config: Any) -> None:
+    """Raises ConfigError for a number of pages in the host's memory that makes no sense."""
+    above_zero(config, "hicache_ratio")
+    at_most(config, "hicache_ratio", MAX_KEPT_RATIO)
+    at_least(config, "hicache_size", 0)
 
 
 def check_named_once(lora_paths: Sequence[NamedPath]) -> list[str]:

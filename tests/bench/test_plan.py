@@ -338,6 +338,7 @@ def test_what_does_not_fit_is_refused(
         (PlanConfig, {"link_gb": -1.0}, "--link-gb must be above 0, got -1.0"),
         (PlanConfig, {"copy_gb": float("nan")}, "--copy-gb must be above 0, got nan"),
         (GroupConfig, {"hicache_ratio": 0.0}, "--hicache-ratio must be above 0, got 0.0"),
+        (GroupConfig, {"hicache_ratio": 1e308}, "--hicache-ratio must be at most 1000000, got"),
         (GroupConfig, {"hicache_size": -1}, "--hicache-size must be at least 0, got -1"),
         (PlanConfig, {"transfer_queue_bytes": -1}, "--transfer-queue-bytes must be at least 0"),
         (PlanConfig, {"lora_paths": 2 * (NamedPath("a", Path()),)}, "must name each adapter once"),

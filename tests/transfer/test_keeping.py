@@ -177,6 +177,7 @@ def test_a_rank_expects_no_work_of_what_the_host_has_but_takes_pages_for_it() ->
     ("fields", "message"),
     [
         ({"hicache_ratio": 0.0}, "--hicache-ratio must be above 0, got 0.0"),
+        ({"hicache_ratio": 1e308}, r"--hicache-ratio must be at most 1000000, got 1e\+308"),
         ({"hicache_size": -1}, "--hicache-size must be at least 0, got -1"),
         (
             {"enable_hierarchical_cache": True, "disable_radix_cache": True},
