@@ -167,7 +167,11 @@ class Dispatcher:
 
     def cluster_ready(self) -> bool:
         """Whether workers take work: of decode, and of prefill unless decode needs no prefill."""
-        return self._membership.ready()
+        return not self.missing_roles()
+
+    def missing_roles(self) -> list[wire.Role]:
+        """The needed roles of which no worker takes work."""
+        return self._membership.missing_roles()
 
     def roles_without_progress(self) -> list[wire.Role]:
         """The needed roles whose workers are all alive by their heartbeats, but all stand still."""

@@ -45,9 +45,7 @@ class Front:
     def require_ready(self) -> None:
         """Raises ApiError (503) while this process drains, or needed workers are not ready."""
         self._require_staying()
-        if not self.dispatcher.cluster_ready():
-            message = "the workers that a request needs are not ready; try again"
-            raise unavailable(message, "not_ready")
+        self._require_workers()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -58,8 +56,7 @@ class Front:
         """
         self._require_staying()
         if not self.dispatcher.was_ready():
-            message = "the workers that a request needs were not ready yet; try again"
-            raise unavailable(message, "not_ready")
+            self._require_workers()
         self._num_held += 1
         try:
             yield
@@ -75,6 +72,12 @@ class Front:
     def _tell_emptied(self) -> None:
         if self.leaving.draining and not self._num_held:
             self.leaving.emptied()
+
+    def _require_workers(self) -> None:
+        missing = self.dispatcher.missing_roles()
+        if missing:
+            message = f"no {' and no '.join(missing)} worker takes work; try again"
+            raise unavailable(message, "not_ready")
 
     def _require_staying(self) -> None:
         if self.leaving.draining:

@@ -83,11 +83,18 @@ class Membership:
     def _able(self, role: wire.Role) -> list[wire.Member]:
         return [member for member in self.takers(role) if not member.draining]
 
-    def ready(self) -> bool:
-        """Whether a decode worker takes work, and a worker that computes prompts does too."""
+    def missing_roles(self) -> list[wire.Role]:
+        """Roles of which no worker takes work, although one must before any prompt is served.
+
+        Prefill does not count where a decode worker computes all prompts, or would if it were able.
+        """
         decodes = self._able("decode")
-        is_alone = any(computes_all(member.info) for member in decodes)
-        return is_alone or bool(decodes and self._able("prefill"))
+        is_alone = any(computes_all(member.info) for member in decodes or self.members)
+        there: dict[wire.Role, bool] = {
+            "prefill": is_alone or bool(self._able("prefill")),
+            "decode": bool(decodes),
+        }
+        return [role for role, is_there in there.items() if not is_there]
 
     def met_all(self) -> bool:
         """Whether the registry has answered and the link to every worker it lists is open."""

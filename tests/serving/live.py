@@ -83,6 +83,7 @@ async def live_server(
     network: Callable[[Sequence[int]], int] = alphabet,
     *,
     auto_step: bool = True,
+    prefills: int = 1,
     decodes: int = 1,
     context_length: int = 512,
     send_buffer_bytes: int = 0,
@@ -98,6 +99,7 @@ async def live_server(
     settings = {"model_path": MODEL_PATH, "served_model_name": MODEL_NAME, **config}
     async with FakeCluster(
         network=network,
+        prefills=prefills,
         decodes=decodes,
         auto_step=auto_step,
         context_length=context_length,

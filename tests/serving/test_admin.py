@@ -68,6 +68,20 @@ async def test_a_ping_is_answered_as_health_is() -> None:
         assert health.status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "missing"),
+    [(0, 1, "prefill"), (1, 0, "decode"), (0, 0, "prefill and no decode")],
+)
+async def test_what_is_missing_before_the_first_pair_of_workers_is_named(
+    prefills: int, decodes: int, missing: str
+) -> None:
+    async with live_server(prefills=prefills, decodes=decodes) as live:
+        asked = {"prompt": "Hi!", "max_tokens": 1}
+        for answer in (await live.http.get("/health"), await live.post("/v1/completions", asked)):
+            assert answer.status_code == 503
+            assert error_of(answer)["message"] == f"no {missing} worker takes work; try again"
+
+
 async def test_the_tokenizer_is_told_of_where_it_is_asked_for() -> None:
     async with live_server() as live:
         response = await live.http.get("/tokenizer_info")

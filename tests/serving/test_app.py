@@ -138,6 +138,7 @@ async def test_health_is_of_both_roles_and_requests_wait_for_the_one_that_is_gon
             response = await live.http.get(path)
             assert response.status_code == 503
             assert response.headers["retry-after"]
+            assert error_of(response)["message"] == "no decode worker takes work; try again"
         waiting = asyncio.create_task(live.post("/v1/completions", ASK))
         await until(lambda: live.dispatcher.num_running() == 1)
         response = await live.post("/v1/completions", {**ASK, "top_p": 3})
@@ -153,6 +154,7 @@ async def test_before_the_first_pair_of_workers_a_request_is_refused_at_once() -
             assert response.status_code == 503
             assert response.headers["retry-after"]
             assert error_of(response)["code"] == "not_ready"
+            assert error_of(response)["message"] == "no decode worker takes work; try again"
 
 
 async def test_a_worker_that_does_not_come_back_is_a_503_with_a_time_to_come_back() -> None:

@@ -20,11 +20,17 @@ from transfer.clock import SYSTEM_CLOCK, ManualClock
 
 async def test_a_cluster_is_ready_with_one_worker_of_each_role():
     async with FakeCluster() as cluster:
-        await cluster.decode[0].kill(unlist=True)
+        for worker in cluster.workers:
+            await worker.kill(unlist=True)
         dispatcher = await cluster.dispatcher()
         assert not dispatcher.cluster_ready()
+        assert dispatcher.missing_roles() == ["prefill", "decode"]
+        await cluster.prefill[0].start()
+        await until(lambda: dispatcher.missing_roles() == ["decode"])
         await cluster.decode[0].start()
         await until(dispatcher.cluster_ready)
+        await cluster.prefill[0].kill(unlist=True)
+        await until(lambda: dispatcher.missing_roles() == ["prefill"])
 
 
 async def test_workers_that_are_there_are_met_before_clients_are_taken():
@@ -82,6 +88,7 @@ async def test_a_decode_worker_that_computes_every_prompt_is_a_cluster():
         for worker in cluster.decode:
             announce(worker, CONTEXT_LENGTH, draining=True)
         await until(lambda: not dispatcher.cluster_ready())
+        assert dispatcher.missing_roles() == ["decode"], "nobody waits for prefill here"
         assert dispatcher.was_ready()
         assert len(alone.rooms) == 1
         assert not other.rooms
