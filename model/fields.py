@@ -20,13 +20,14 @@ class Fields:
         self.values = values
 
     @staticmethod
-    def read(file: Path) -> "Fields":
+    def read(file: Path, what: str = "a checkpoint's config") -> "Fields":
+        """what: that the file is, for the error where there is none."""
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             # Folders of Hugging Face's cache have links to files outside, which may be left behind.
             found = f"a link to nothing, {file.readlink()}" if file.is_symlink() else "no such file"
-            raise ModelError(f"{file}: {found}; expected a checkpoint's config") from error
+            raise ModelError(f"{file}: {found}; expected {what}") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{file}: not readable as JSON: {error}") from error
         if not isinstance(values, dict):

@@ -168,7 +168,8 @@ class AdapterFiles:
 
 
 def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
-    fields = Fields.read(folder / _CONFIG)
+    expected = "the config of an adapter (--lora-paths), as PEFT saves it"
+    fields = Fields.read(folder / _CONFIG, expected)
     fields.only({key: value for key, value in _ONLY.items() if fields.values.get(key)})
     begun = fields.values.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):

@@ -145,6 +145,17 @@ def test_a_config_that_asks_for_other_sums_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_a_folder_that_is_no_adapters_is_refused_as_such(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere", GOLDENS / "llama" / "model"):
+        with pytest.raises(ModelError) as refused:
+            read_adapters([("a", folder)], cfg_of("llama"))
+        file = folder / "adapter_config.json"
+        assert str(refused.value) == (
+            f"{file}: no such file; expected the config of an adapter (--lora-paths), as PEFT "
+            "saves it"
+        )
+
+
 Q_A, Q_B = (TENSOR.format(0, "self_attn.q_proj", half) for half in "AB")
 
 
