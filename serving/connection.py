@@ -190,8 +190,7 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
     """The BodyWriter of a request's connection; None on other servers and for HTTP/1.0."""
     if scope.get("http_version") != "1.1":
         return None
-    writer: BodyWriter | None = scope.get("state", {}).get(_KEY)
-    return writer
+    return cast(BodyWriter | None, scope.get("state", {}).get(_KEY))
 
 
 class _UntilClosed(int):
@@ -296,9 +295,8 @@ class Connection(HttpToolsProtocol):
             self._feed(memoryview(data))
         except httptools.HttpParserError:
             _invalid.tell(self._peer)
-            self._refuse_unread(
-                ApiError(400, "this is not a valid HTTP request", code="invalid_http")
-            )
+            error = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
+            self._refuse_unread(error)
             return
         self._num_unread = 0 if self._got_on else self._num_unread + len(data)
         if self._num_unread > MAX_HEAD_BYTES:
@@ -364,8 +362,7 @@ class Connection(HttpToolsProtocol):
 
     def _is_offered_another(self) -> bool:
         """Whether the request offers another protocol, which the parser takes for its end."""
-        upgrade: bool = self.parser.should_upgrade()
-        return upgrade and self.parser.get_method() != b"CONNECT"
+        return bool(self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT")
 
     def _head_without_offer(self) -> bytes:
         version = self.parser.get_http_version().encode()
@@ -413,17 +410,20 @@ class Connection(HttpToolsProtocol):
         """As `_refuse`, for a client that may send more: closing now would reset the connection.
 
         Many clients read nothing until they have sent all, and a reset takes the answer from them.
-        So the connection closes when the client does, or after a while (RFC 9112, 9.6).
+        So it closes when the client does, after a while (RFC 9112, 9.6), or after earlier answers.
         """
-        if self.pipeline or self._answering is not None:
+        latest = self._answering
+        if latest is not None and latest.more_body:
             self._refuse(error)  # the request that is being answered sees its client leave
             return
-        self._answer(error)
         self._num_dropped = 0
         self._unset_keepalive_if_required()
         self._cancel_head_due()
-        patience_s = min(self._linger_s, _REFUSED_S)
-        self._head_due = self.loop.call_later(patience_s, self.transport.close)
+        if latest is not None:
+            latest.keep_alive = False  # its answer is the last
+            return
+        self._answer(error)
+        self._head_due = self.loop.call_later(min(self._linger_s, _REFUSED_S), self.transport.close)
         if self.transport.can_write_eof():
             self.transport.write_eof()
 

@@ -264,7 +264,7 @@ async def test_what_is_no_request_is_told_so_in_the_shape_of_all_errors() -> Non
             assert body["error"]["type"] == "invalid_request_error"
 
 
-async def test_an_answer_under_way_is_cut_and_not_mixed_with_what_is_wrong_behind_it() -> None:
+async def test_an_answer_under_way_ends_whole_and_not_mixed_with_what_is_wrong_behind_it() -> None:
     async with live_server(auto_step=False) as live:
         reader, writer = await opened(live)
         body = b'{"prompt": "Hi!", "max_tokens": 9, "stream": true}'
@@ -274,5 +274,33 @@ async def test_an_answer_under_way_is_cut_and_not_mixed_with_what_is_wrong_behin
         async with asyncio.timeout(20):
             await reader.readuntil(b"data: ")
             writer.write(b"\x16\x03\x01\r\n\r\n")
-            assert b"invalid_http" not in await reader.read()
+            await writer.drain()
+            reading = asyncio.create_task(reader.read())
+            while not reading.done():
+                live.cluster.step()
+                await asyncio.sleep(0)
+            told = await reading
+        assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert b"invalid_http" not in told
         writer.close()
+
+
+@pytest.mark.parametrize("wrong", [b"\x16\x03\x01\r\n\r\n", HEAD + b"X: " + b"x" * 200_000])
+@pytest.mark.parametrize("count", [1, 2])
+async def test_requests_before_what_is_none_have_their_answers(count: int, wrong: bytes) -> None:
+    async with live_server() as live:
+        reader, writer = await opened(live)
+        writer.write(request(b"") * count + wrong)
+        async with asyncio.timeout(20):
+            for _ in range(count):
+                status, body = await answer_of(reader)
+                assert (status, body["choices"][0]["text"]) == (200, letters(3))
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_request_whose_own_body_is_wrong_is_refused_while_it_is_answered() -> None:
+    async with live_server() as live:
+        wrong = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n"
+        ((status, body),) = await answers_to(live, wrong, b"xyz\r\n")
+        assert (status, body["error"]["code"]) == (400, "invalid_http")
