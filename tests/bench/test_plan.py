@@ -118,14 +118,14 @@ def test_the_host_keeps_as_many_pages_as_a_worker_takes_memory_for(
     opened = cast(OpenedModel, SimpleNamespace(kv=model.kv_spec(), model=model))
     engine = cast(Any, SimpleNamespace(num_pages=group.num_pages, max_run_pages=32))
     monkeypatch.setattr(host_sizes, "PROMISES", Promises(tmp_path))
-    monkeypatch.setattr(host_sizes, "HostPages", lambda num_pages, *_: num_pages)
+    monkeypatch.setattr(host_sizes, "HostMemory", lambda *_: None)
     monkeypatch.setattr(host_sizes, "available_bytes", lambda: group.kept_bytes)
-    taken: object = host_sizes.take_host(worker, opened, engine)
+    taken = host_sizes.take_hosts(worker, opened, engine).num_pages
     assert taken == group.kept_pages
     assert f"host: evicted prefixes      {taken:,} pages, " in told(group, group)
     monkeypatch.setattr(host_sizes, "available_bytes", lambda: group.kept_bytes - 1)
     with pytest.raises(ModelError, match=f"{taken} pages take "):
-        host_sizes.take_host(worker, opened, engine)
+        host_sizes.take_hosts(worker, opened, engine)
 
 
 def test_what_waits_for_decode_is_bounded_by_a_queue_and_two_chunks_or_by_decodes_pool() -> None:
