@@ -36,7 +36,7 @@ class Receiving:
         self._came: dict[int, dict[int, list[np.ndarray]]] = {}  # by room and first page: shards
         self._rooms: dict[int, _Room] = {}  # of the leader
         self._calls = engine.calls
-        self._calls.add("expect", self._expect)
+        self._calls.add("expect", self._expect, at_once=True)  # frames may come any moment
         self._calls.add("forget", self._forget)
         self._calls.add("ack", self._ack)
         self._calls.add("place", self._place)

@@ -19,10 +19,20 @@ class Calls:
     def __init__(self) -> None:
         self.tell: Tell | None = None  # tells the other members; None unless this one leads some
         self._known: dict[str, Callable[..., Any]] = {}
+        self._at_once: set[str] = set()
 
-    def add(self, name: str, function: Callable[..., Any]) -> None:
-        """function(key, *arrays) dispatches one of its programs; key says which."""
+    def add(self, name: str, function: Callable[..., Any], at_once: bool = False) -> None:
+        """function(key, *arrays) dispatches one of its programs; key says which.
+
+        at_once: a member makes this call when it is told, on another thread, rather than behind
+        calls that wait for its devices.
+        """
         self._known[name] = function
+        if at_once:
+            self._at_once.add(name)
+
+    def is_at_once(self, name: str) -> bool:
+        return name in self._at_once
 
     def __call__(self, name: str, key: int, *arrays: np.ndarray, **own: Any) -> Any:
         """Tell the other members, then make the call. own: what only this process has."""

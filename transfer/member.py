@@ -191,7 +191,7 @@ class Member:
         client = RpcClient(built.leader, self._security)
         told = client.stream("Follow", Follow(rank), DeviceCalls)
         async with aclosing(told) as batches:
-            is_over = await self._next(batches)
+            is_over = await self._next(built.node.calls, batches)
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
             # Its loop alone: a call that hangs here hangs at the leader, too, which ends the group.
             watching = watch(self._config.watchdog_timeout_s, count().__next__)
@@ -199,13 +199,13 @@ class Member:
             beside = [asyncio.create_task(work) for work in working]
             try:
                 while not is_over:
-                    is_over = await self._next(batches)
+                    is_over = await self._next(built.node.calls, batches)
             finally:
                 for task in beside:
                     task.cancel()
         log.info("node %d leaves with its leader", rank)
 
-    async def _next(self, batches: AsyncGenerator[DeviceCalls, None]) -> bool:
+    async def _next(self, calls: Calls, batches: AsyncGenerator[DeviceCalls, None]) -> bool:
         """Queue the leader's next calls. True: they were the last. Raises Unavailable."""
         try:
             async with asyncio.timeout(SILENCE_S):
@@ -215,7 +215,10 @@ class Member:
         except StopAsyncIteration:
             raise Unavailable("node 0 ended the stream of calls to this node") from None
         for call in told.calls:
-            self._queue.put(call)
+            if calls.is_at_once(call.name):
+                calls.take(call.name, call.key, *arrays_of(call))
+            else:
+                self._queue.put(call)
         return told.is_last
 
     def _tell(self, event: Event) -> None:

@@ -14,13 +14,15 @@ from tests.ports import free_port
 from tests.serving.commands import MODEL, SMALL_PREFILL, Command, refused, start
 
 NODES = ("--nnodes=2", "--tp-size=2")
-FLAGS = (  # three nodes of two devices and a rank each
+FLAGS = (  # for decode three nodes of two devices and a rank each, for prefill two of one device
     "--context-length=128",
     "--page-size=16",
     "--kv-cache-dtype=fp8_e4m3",
     "--chunked-prefill-size=32",
     "--prefill-max-seqs-per-chunk=1",
     "--decode-max-running-requests=3",
+    "--prefill-nnodes=2",
+    "--prefill-tp-size=2",
     "--decode-nnodes=3",
     "--decode-dp-size=3",
     "--decode-tp-size=2",
@@ -35,6 +37,7 @@ def test_a_node_that_hangs_is_a_pause_and_all_of_its_group_come_back() -> None:
         with ThreadPoolExecutor(3) as pool:
             answers = [pool.submit(cluster.generate, p, **SAMPLING) for p in prompts]
             want = [answer.result(120)["output_ids"] for answer in answers]
+        assert _num_links(cluster) == {"prefill": 3, "decode": 6}  # each node to each
         epoch = cluster.worker("decode")["epoch"]
         with ThreadPoolExecutor(3) as pool:
             answers = [pool.submit(cluster.generate, p, **SAMPLING) for p in prompts]
@@ -47,10 +50,18 @@ def test_a_node_that_hangs_is_a_pause_and_all_of_its_group_come_back() -> None:
         assert max(w["epoch"] for w in workers if w["role"] == "decode") > epoch
 
 
+def _num_links(cluster: Cluster) -> dict[str, float]:
+    """For prefill the addresses to which pages went, for decode the connections that they took."""
+    return {
+        "prefill": len(cluster.worker("prefill")["transfers"]),
+        "decode": cluster.worker("decode")["counters"]["connections_shm"],
+    }
+
+
 def _other_node(cluster: Cluster) -> psutil.Process:
     """The decode worker's process that does not lead."""
     children = psutil.Process(cluster.process.pid).children()
-    return next(child for child in children if "--node-rank=1" in child.cmdline())
+    return next(child for child in children if {"decode", "--node-rank=1"} <= {*child.cmdline()})
 
 
 def _start(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.transfer.samples import a_worker
 from transfer import wire
 from transfer.errors import Incompatible
-from transfer.layout import HeadRun, check_pair, plan_heads
+from transfer.layout import HeadRun, Part, check_pair, plan_heads, plan_parts
 
 
 @st.composite
@@ -191,3 +192,37 @@ def test_a_pair_that_cannot_work_is_refused_with_field_and_both_values(
     with pytest.raises(Incompatible) as caught:
         check_pair(a_worker("prefill"), a_worker("decode", **changes))
     assert all(word in str(caught.value) for word in named), str(caught.value)
+
+
+@given(shardings(), st.data())
+@settings(max_examples=200)
+def test_nodes_send_every_run_of_heads_once_to_the_node_that_takes_it(
+    numbers: tuple[int, int, int, int, int], data: st.DataObject
+) -> None:
+    _, src_shards, _, dst_shards, _ = numbers
+    runs = plan_heads(*numbers)
+    src_nodes, dst_nodes = (
+        sorted(data.draw(st.lists(st.integers(0, 3), min_size=shards, max_size=shards)))
+        for shards in (src_shards, dst_shards)
+    )
+    addresses = [f"tcp://{node}:1" for node in dst_nodes]
+    parts = plan_parts(runs, src_nodes, addresses)
+    sent = []
+    for node, of_node in parts.items():
+        own = [shard for shard, at in enumerate(src_nodes) if at == node]
+        assert len({part.address for part in of_node}) == len(of_node)
+        for part in of_node:
+            for run in part.runs:
+                assert addresses[run.dst_shard] == part.address
+                sent.append(replace(run, src_shard=own[run.src_shard]))
+    assert Counter(sent) == Counter(runs)
+    to = Counter(part.address for of_node in parts.values() for part in of_node)
+    for of_node in parts.values():
+        assert all(part.num_senders == to[part.address] for part in of_node)
+
+
+def test_one_address_may_take_all_shards() -> None:
+    runs = plan_heads(4, 1, 4, 2, 4)
+    assert plan_parts(runs, [0], ["a"]) == {0: (Part("a", runs, 1),)}
+    with pytest.raises(Incompatible, match="3 data addresses for 2 shards of decode"):
+        plan_parts(runs, [0], ["a", "b", "c"])
