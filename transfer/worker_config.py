@@ -290,8 +290,8 @@ WORKER_HELP = {
     "dp_size": "number of data-parallel ranks, each with --tp-size devices and its own pages",
     "nnodes": "number of processes, possibly on several hosts, whose devices form one mesh; start "
     "each with the same flags and its own --node-rank",
-    "node_rank": "which of the --nnodes processes this is; 0 leads and is the only one that others "
-    "see",
+    "node_rank": "which of the --nnodes processes this is; 0 leads, and the others only ship "
+    "their own pages",
     "dist_init_addr": "host:port where node 0 waits for the other nodes; for --nnodes above 1",
     "page_size": "tokens in a page; 0: 16 on CPU, else 64",
     "max_total_tokens": "tokens in the page pool of each data-parallel rank; 0: as many as fit in "
