@@ -12,6 +12,11 @@ from transfer.inbound import Receiver
 
 Nodes = Sequence[Sequence[int]]  # by rank: the node that has each of its shards
 
+# Runs that wait for other nodes' shards in memory lent to the connection on which they came. More
+# are copied: otherwise each node could fill such memory with runs of which another's parts wait for
+# memory there.
+_MOST_LENT = 1
+
 
 @dataclass(slots=True)
 class _Room:
@@ -34,6 +39,7 @@ class Receiving:
         self._engine, self._nodes, self._node = engine, nodes, node
         self._lock = threading.Lock()  # pages come on other threads, at nodes that do not lead
         self._came: dict[int, dict[int, list[np.ndarray]]] = {}  # by room and first page: shards
+        self._num_waiting = 0  # runs in it
         self._rooms: dict[int, _Room] = {}  # of the leader
         self._calls = engine.calls
         self._calls.add("expect", self._expect, at_once=True)  # frames may come any moment
@@ -92,11 +98,15 @@ class Receiving:
 
     def keep(self, event: PagesArrived) -> bool:
         """Hold shards that came here until they are placed. False: their room is over."""
+        shards = event.shards
+        if self._num_waiting >= _MOST_LENT and event.room in self._came:
+            shards = [shard.copy() for shard in shards]
         with self._lock:
             held = self._came.get(event.room)
             if held is None:
                 return False
-            held[event.page_start] = event.shards
+            held[event.page_start] = shards
+            self._num_waiting += 1
             return True
 
     def _expect(self, room: int, which: np.ndarray) -> None:
@@ -110,7 +120,7 @@ class Receiving:
     def _forget(self, room: int) -> None:
         self.receiver.forget(room)
         with self._lock:
-            self._came.pop(room, None)
+            self._num_waiting -= len(self._came.pop(room, ()))
 
     def _ack(self, room: int) -> None:
         self.receiver.ack(room)
@@ -121,6 +131,7 @@ class Receiving:
         if self._own_shards(rank):
             with self._lock:
                 shards = self._came[room].pop(page_start)
+                self._num_waiting -= 1
         self._engine.place_run(rank, page_ids.tolist(), shards)
 
     def _own_shards(self, rank: int) -> Sequence[int]:

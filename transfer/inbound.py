@@ -40,6 +40,7 @@ class _Run:
 
     shards: list[np.ndarray]
     covered: np.ndarray  # bool[shards, heads of a shard]
+    is_over: bool = False  # complete, or given up
 
 
 @dataclass(slots=True)
@@ -82,6 +83,11 @@ class Inbound:
 
     Invariant: a page is delivered at most once, whole, and only from checked frames; a room is
     fed by one connection, the first whose frame was accepted, or by one of each node of its sender.
+
+    A payload may lie in memory that is lent to its connection. Of each connection only one
+    unfinished run keeps such memory, since one node's frames of a run follow each other. If the
+    other nodes' frames come in another order, payloads are copied: otherwise each could fill its
+    memory with parts of runs whose other parts wait for memory.
     """
 
     def __init__(self, kv: KVSpec, tp_size: int) -> None:
@@ -96,6 +102,7 @@ class Inbound:
         self._head_bytes = math.prod(self._shape(1, 1)) * self._dtype.itemsize
         self._rooms: dict[int, _Expected] = {}
         self._owed: Counter[Feeder] = Counter()  # unfinished rooms of each connection
+        self._lent: dict[Feeder, _Run] = {}  # the last run that kept memory of a connection
 
     def expect(
         self, room: int, epoch: int, num_pages: int, shards: Sequence[int] | None = None
@@ -108,6 +115,7 @@ class Inbound:
     def forget(self, room: int) -> None:
         expected = self._rooms.pop(room, None)
         if expected is not None:
+            self._give_up_runs(expected)
             for feeder, has_finished in expected.feeders.items():
                 if not has_finished:
                     self._settled(feeder)
@@ -201,9 +209,23 @@ class Inbound:
             return
         if not expected.feeders or feeder in expected.feeders:
             expected.spoiled = True
-            expected.runs.clear()  # nothing will complete them, and their memory may be lent
+            self._give_up_runs(expected)
 
-    def pages(self, frame: Frame, payload: np.ndarray) -> PagesArrived | None:
+    def left(self, feeder: Feeder) -> tuple[int, ...]:
+        """A connection has ended: returns its unfinished rooms, which are forgotten."""
+        rooms = self.fed_by(feeder)
+        for room in rooms:
+            self.forget(room)
+        self._lent.pop(feeder, None)
+        return rooms
+
+    def _give_up_runs(self, expected: _Expected) -> None:
+        """Nothing will complete them, and their memory may be lent."""
+        for run in expected.runs.values():
+            run.is_over = True
+        expected.runs.clear()
+
+    def pages(self, frame: Frame, feeder: Feeder, payload: np.ndarray) -> PagesArrived | None:
         """Take over a checked frame's payload, u8[n]; returns the run it completes, if any."""
         expected = self._rooms[frame.room]
         values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
@@ -218,7 +240,7 @@ class Inbound:
                 expected.runs[key] = run
             heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
             at = expected.shards.index(frame.dst_shard)
-            if whole:
+            if whole and self._may_keep(feeder, run):
                 run.shards[at] = values
             else:
                 run.shards[at][..., heads, :] = values
@@ -226,10 +248,19 @@ class Inbound:
             if not run.covered.all():
                 return None
             del expected.runs[key]
+            run.is_over = True
             shards = run.shards
         end = frame.page_start + frame.num_pages
         expected.delivered[frame.page_start : end] = b"\1" * frame.num_pages
         return PagesArrived(frame.room, frame.page_start, shards)
+
+    def _may_keep(self, feeder: Feeder, run: _Run) -> bool:
+        """Whether a run may keep memory of a connection; another that does must be over."""
+        other = self._lent.get(feeder)
+        if other is not None and other is not run and not other.is_over:
+            return False
+        self._lent[feeder] = run
+        return True
 
     def finish(self, frame: Frame, feeder: Feeder, num_senders: int) -> bool:
         """Take a checked FINISH; whether it is the last of num_senders, one from each node.
@@ -352,7 +383,7 @@ class Receiver(ABC):
                 # Even if `admits` checked it: the room may have ended while the payload came.
                 self._inbound.check(frame, feeder)
                 if frame.kind is Kind.PAGES:
-                    event = self._inbound.pages(frame, payload)
+                    event = self._inbound.pages(frame, feeder, payload)
                     self.counters["frames"] += 1
                     self.counters["bytes"] += payload.nbytes
                 elif frame.kind is Kind.FINISH:
@@ -393,9 +424,7 @@ class Receiver(ABC):
     def left(self, feeder: Feeder, message: str) -> None:
         """A connection has ended: its unfinished rooms will get no more pages."""
         with self._lock:
-            rooms = self._inbound.fed_by(feeder)
-            for room in rooms:
-                self._inbound.forget(room)
+            rooms = self._inbound.left(feeder)
         if rooms and not self._closed:
             self._on_event(SenderLost(rooms, message, Code.PEER_LOST))
 

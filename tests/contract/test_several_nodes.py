@@ -206,3 +206,22 @@ def test_frames_of_a_room_that_nobody_expects_are_refused_after_their_wait(ends:
     ends.send_room(1, logical_pages(2))
     ends.until(lambda: ends.diary.kinds() == [("nacked", 1)])
     assert ends.receiver.counters["refused_unknown_room"] >= 1
+
+
+def test_nodes_that_send_in_other_orders_never_wait_for_each_other_for_ever(
+    open_ends: Open,
+) -> None:
+    """Each could fill the memory lent to it with parts of pages whose other parts are at the other,
+    which waits for memory as well."""
+    nodes, rooms = Nodes(open_ends, 2, 1, tp=2), range(1, 31)
+    for room in rooms:
+        nodes.expect(room, 2)
+    pages = {room: logical_pages(2, seed=room) for room in rooms}
+    for node, order in ((0, rooms), (1, reversed(rooms))):
+        for room in order:
+            nodes.send(node, room, pages[room])
+            nodes.finish(node, room)
+    nodes.until(lambda: nodes.num_finished() == len(rooms))
+    (receiver,) = nodes.receivers
+    for room in rooms:
+        assert (receiver.diary.kv_of(room, 2, KV, 2) == pages[room]).all()

@@ -148,3 +148,24 @@ def test_pages_of_a_room_that_is_over_are_kept_nowhere(node: int) -> None:
 def test_where_the_shards_of_each_rank_are_taken_is_one_address_or_one_for_each() -> None:
     worker = Worker([(0, 0, 1), (1, 1, 1)])
     assert worker.leader.addresses(["a", "b"]) == [("a", "a", "b"), ("b",)]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_of_pages_that_wait_for_other_nodes_only_the_first_stay_in_memory_that_is_lent(
+    node: int,
+) -> None:
+    worker = Worker([(0, 1)])
+    lent = [np.full((1, 2, 2, 4, 2, 2), float(at)) for at in range(3)]
+    for room in (1, 2, 3):
+        worker.leader.expect(room, 0, 5, 4)
+        assert worker.nodes[node].keep(PagesArrived(room, 0, [lent[room - 1]]))
+    kept = [worker.nodes[node]._came[room][0][0] for room in (1, 2, 3)]
+    assert [np.shares_memory(*both) for both in zip(kept, lent, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+    assert all((np.asarray(one) == other).all() for one, other in zip(kept, lent, strict=True))
+    for room in (1, 2, 3):
+        worker.leader.forget(room)
+    assert [each._num_waiting for each in worker.nodes] == [0, 0]
