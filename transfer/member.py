@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 _BEHIND_EACH_S = 0.05  # at most, until the leader is told of a queue that is too long
 _INTERRUPTED_S = 2.0  # for the leader, interrupted too, to say when to leave
 
-
 # What a node's data plane says, from any thread.
 Event = SenderEvent | Arrived | Finished | SenderLost
 Tell = Callable[[Event], None]
@@ -228,8 +227,10 @@ class Member:
             self._loop.call_soon_threadsafe(self._happened.set)
 
     async def _report(self, client: RpcClient, node: Node) -> None:
-        """Tell the leader what happens. A call that fails ends this process: its leader would wait
-        for what it was not told."""
+        """Tell the leader what happens.
+
+        A call that fails ends this process: its leader would wait for what it was not told.
+        """
         behind: frozenset[str] = frozenset()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -252,8 +253,9 @@ class Member:
             )
             try:
                 await client.call("Told", told, wire.Empty, SILENCE_S)
-            except RpcError:
-                log.exception("node 0 was not told what happened here")
+            except RpcError as error:
+                await asyncio.sleep(CAUSE_S)  # if node 0 is gone, its stream says so by then
+                log.error("node 0 was not told what happened here: %s", error)
                 self._over.set()
                 return
 
