@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from serving.limits import Limiter, Ticket
 from serving.membership import Membership
 from serving.metrics import Metrics
 from serving.placement import Placement
+from serving.prefix_index import ToldUse, Untold
 from serving.router import router_of
 from serving.steps import Steps
 from serving.timeline import ChoiceTimeline, Timelines
@@ -254,6 +255,21 @@ class Dispatcher:
             else:
                 folders[link.worker_id] = answer.folder
         return folders, refusals
+
+    def untold_uses(self) -> Untold | None:
+        """From now on, what the other processes of this server want to know of caches.
+
+        None if no role's policy looks at them.
+        """
+        if "cache_aware" in self._router.policies.values():
+            self._router.untold = Untold()
+        return self._router.untold
+
+    def told_uses(self, uses: Sequence[ToldUse]) -> None:
+        """Other processes send prompts to these workers; those that are gone do not matter."""
+        for use in uses:
+            if self._membership.link((use.worker_id, use.epoch)) is not None:
+                self._router.told(use)
 
     def forget_prefixes(self) -> None:
         """Another process of this server had all caches flushed."""

@@ -1,19 +1,25 @@
 """Guesses which prefixes each worker's cache holds, as the router cannot see the caches.
 
 A prompt is a chain of keys, one for each full page, each over all tokens up to its end, as in
-the caches themselves. The guess errs both ways: other API processes fill the caches too, and a
-cache evicts without telling. A wrong guess costs a worse choice of worker, never a wrong token,
-so 64 bits a key are enough.
+the caches themselves, and the same in all processes of a server. The guess errs both ways: other
+servers fill the caches too, and a cache evicts without telling. A wrong guess costs a worse choice
+of worker, never a wrong token, so 64 bits a key are enough.
 
 Invariant: a worker's pages are in order of their last use, and within a chain a page's last use is
 never older than that of the pages after it. So dropping the oldest pages drops the tails of chains
 first, and the pages known of a prompt are always its first ones.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import xxhash
+
+from transfer import wire
+
+MOST_UNTOLD_BYTES = 1 << 20
 MAX_PAGES = 1 << 16  # known of one worker; some 10 MiB
 _NEVER = -1  # earlier than every use
 
@@ -24,12 +30,47 @@ def prefix_chain(tokens: bytes, page_size: int, salt: str = "") -> list[int]:
     tokens: i32, as messages have them.
     """
     step = 4 * page_size
-    key = hash(salt)
+    key = xxhash.xxh3_64_intdigest(salt.encode())
     chain = []
     for end in range(step, len(tokens) + 1, step):
-        key = hash((key, tokens[end - step : end]))
+        key = xxhash.xxh3_64_intdigest(tokens[end - step : end], key)
         chain.append(key)
     return chain
+
+
+class ToldUse(wire.Message, frozen=True):
+    """A prompt that another process of this server sends to a worker."""
+
+    worker_id: str
+    epoch: int
+    rank: int  # -1: any, or its only one
+    packed: bytes  # u64[pages]: the keys of its pages
+    most_pages: int  # of the worker's cache; 0: not known
+
+    @property
+    def chain(self) -> list[int]:
+        return array("Q", self.packed).tolist()
+
+
+@dataclass
+class Untold:
+    """Uses that other processes are still to be told, as many as fit into a message."""
+
+    uses: list[ToldUse] = field(default_factory=list)
+    _num_bytes: int = 0
+
+    def add(
+        self, worker_id: str, epoch: int, rank: int, chain: Sequence[int], most_pages: int
+    ) -> None:
+        """Add a use, unless there are too many: they only help others to guess."""
+        packed = array("Q", chain).tobytes()
+        if chain and self._num_bytes + len(packed) <= MOST_UNTOLD_BYTES:
+            self.uses.append(ToldUse(worker_id, epoch, rank, packed, most_pages))
+            self._num_bytes += len(packed)
+
+    def take(self) -> tuple[ToldUse, ...]:
+        uses, self.uses, self._num_bytes = tuple(self.uses), [], 0
+        return uses
 
 
 @dataclass(frozen=True, slots=True)

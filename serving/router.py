@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from serving.breaker import Breakers
 from serving.config import Policy, RolePolicy, ServeConfig
-from serving.prefix_index import PrefixIndex, Use
+from serving.prefix_index import PrefixIndex, ToldUse, Untold, Use
 from serving.prompt import Prompt
 from transfer import wire
 
@@ -192,6 +192,7 @@ class Router:
         self._index: PrefixIndex[Cache] | None = None
         if "cache_aware" in self.policies.values():
             self._index = PrefixIndex()
+        self.untold: Untold | None = None  # None where no other process wants to know
 
     def pick(
         self,
@@ -337,6 +338,7 @@ class Router:
         assert best is not None, "somebody takes work"
         _, place, num_uncached = best
         use = index.use(_cache_of(place), chain, num_reusable, _most_pages(place))
+        self._tell_others(place, chain)
         return place, use, num_uncached
 
     def _pick_decode(self, places: Sequence[Place], prompt: Prompt, salt: str) -> Place:
@@ -351,9 +353,24 @@ class Router:
         )
         if place.member.info.shares_pages:
             # How much of it the place has, nobody tells: the pages are sent or not.
-            cache = _cache_of(place)
-            index.settle(cache, index.use(cache, chain, 0, _most_pages(place)), None)
+            self._note(_cache_of(place), chain, _most_pages(place))
+            self._tell_others(place, chain)
         return place
+
+    def _note(self, cache: Cache, chain: Sequence[int], most_pages: int) -> None:
+        """The cache will have these pages, as far as we shall ever know."""
+        index = self._index
+        if index is not None:
+            index.settle(cache, index.use(cache, chain, 0, most_pages), None)
+
+    def _tell_others(self, place: Place, chain: Sequence[int]) -> None:
+        if self.untold is not None:
+            key, rank = _cache_of(place)
+            self.untold.add(*key, rank, chain, _most_pages(place))
+
+    def told(self, use: ToldUse) -> None:
+        """What another process of this server sends to a worker that is here."""
+        self._note(((use.worker_id, use.epoch), use.rank), use.chain, use.most_pages)
 
     def prefilled(self, pair: Pair) -> None:
         """The prompt is computed, so the pair is no longer charged for it."""

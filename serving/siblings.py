@@ -11,6 +11,7 @@ import os
 import msgspec
 
 from serving.front import Front
+from serving.prefix_index import ToldUse, Untold
 from serving.seat import Seat
 from serving.timeline_answer import spell
 from transfer import wire
@@ -21,6 +22,13 @@ from transfer.rpc import RpcClient, RpcServer, Security
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
+_TELL_EACH_S = 0.1
+
+
+class Picked(wire.Message, frozen=True):
+    """Prompts that one process sent to workers lately."""
+
+    uses: tuple[ToldUse, ...]
 
 
 class Siblings:
@@ -36,6 +44,7 @@ class Siblings:
         self._clients: list[RpcClient] = []
         self._complaints = Complaints(log, "another API process of this server is left out")
         self._server: RpcServer | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def process(self) -> int:
@@ -56,12 +65,18 @@ class Siblings:
         server.unary("AbortRequest", wire.AbortRequest, self._abort)
         server.unary("FindTimeline", wire.FindTimeline, self._find_timeline)
         server.unary("Flushed", wire.Empty, self._flushed)
+        server.unary("Picked", Picked, self._picked)
         await server.start_at(seat.address_of(seat.process))
         self._server = server
         others = (number for number in range(seat.num_processes) if number != seat.process)
         self._clients = [RpcClient(seat.address_of(number), security) for number in others]
+        untold = self._front.dispatcher.untold_uses() if self._clients else None
+        if untold is not None:
+            self._telling = asyncio.create_task(self._tell_uses(untold))
 
     async def stop(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
         clients, self._clients = self._clients, []
         await asyncio.gather(*(client.close() for client in clients))
         if self._server is not None:
@@ -102,6 +117,13 @@ class Siblings:
     async def flushed(self) -> None:
         """Every worker's cache was emptied: tell the other processes to forget what was in them."""
         await self._ask_all("Flushed", wire.Empty(), wire.Empty)
+
+    async def _tell_uses(self, untold: Untold) -> None:
+        """Tell the others which prompts go to which workers, a few times a second."""
+        while True:
+            await asyncio.sleep(_TELL_EACH_S)
+            if uses := untold.take():
+                await self._ask_all("Picked", Picked(uses), wire.Empty)
 
     async def _ask_all[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M]
@@ -144,6 +166,10 @@ class Siblings:
 
     async def _flushed(self, _: wire.Empty) -> wire.Empty:
         self._front.dispatcher.forget_prefixes()
+        return wire.Empty()
+
+    async def _picked(self, picked: "Picked") -> wire.Empty:
+        self._front.dispatcher.told_uses(picked.uses)
         return wire.Empty()
 
     async def _metrics(self, _: wire.Empty) -> wire.ApiMetrics:

@@ -186,17 +186,31 @@ async def test_a_request_that_waits_elsewhere_is_aborted_too(tmp_path: Path) -> 
         assert served.text == letters(8)
 
 
+async def uncached(http: httpx.AsyncClient, request_id: str) -> int:
+    """How many tokens of the same prompt the process expects its worker to compute."""
+    ask = {"prompt": [5] * 60, "rid": request_id, "max_tokens": 1}
+    assert (await http.post("/v1/completions", json=ask)).status_code == 200
+    told = (await http.get(f"/requests/{request_id}/timeline")).json()
+    (attempt,) = told["choices"][0]["attempts"]
+    tokens: int = attempt["routing"]["uncached_tokens"]
+    return tokens
+
+
+async def test_a_process_routes_by_what_another_had_computed(tmp_path: Path) -> None:
+    async with (
+        FakeCluster(network=alphabet) as cluster,
+        serving(cluster, tmp_path, TWO, "--policy=cache_aware") as server,
+        server.door(0) as first,
+        server.door(1) as second,
+    ):
+        assert await uncached(first, "first") == 60
+        await asyncio.sleep(1.0)  # it is told within a tenth of that
+        assert await uncached(second, "second") < 60
+
+
 async def test_no_process_routes_by_what_was_in_a_cache_that_another_had_flushed(
     tmp_path: Path,
 ) -> None:
-    async def uncached(http: httpx.AsyncClient, request_id: str) -> int:
-        ask = {"prompt": [5] * 60, "rid": request_id, "max_tokens": 1}
-        assert (await http.post("/v1/completions", json=ask)).status_code == 200
-        told = (await http.get(f"/requests/{request_id}/timeline")).json()
-        (attempt,) = told["choices"][0]["attempts"]
-        tokens: int = attempt["routing"]["uncached_tokens"]
-        return tokens
-
     async with (
         FakeCluster(network=alphabet) as cluster,
         serving(cluster, tmp_path, TWO, "--policy=cache_aware") as server,

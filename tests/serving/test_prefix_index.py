@@ -1,12 +1,15 @@
 """The guess at other processes' caches, compared with a naive one on random events."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.prefix_index import PrefixIndex, Use, prefix_chain
+from serving.prefix_index import MOST_UNTOLD_BYTES, PrefixIndex, Untold, Use, prefix_chain
 from transfer import wire
 
 PAGE = 2
@@ -180,3 +183,37 @@ class Beside(RuleBasedStateMachine):
 
 TestBesideNaive = Beside.TestCase
 TestBesideNaive.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_every_process_makes_the_same_keys():
+    code = (
+        "from serving.prefix_index import prefix_chain\n"
+        "print(*prefix_chain(bytes(range(32)), 2, 'salt'))\n"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+    assert len(said.pop().split()) == 4
+
+
+def test_uses_are_told_as_they_were_and_no_more_than_fit_into_a_message():
+    untold = Untold()
+    untold.add("a", 5, -1, [1, (1 << 64) - 1], 7)
+    untold.add("b", 6, 2, [], 7)  # a prompt without a full page
+    long = range(MOST_UNTOLD_BYTES // 8)
+    untold.add("c", 7, 0, long, 0)
+    untold.add("d", 8, 0, long[:-2], 0)
+    first, last = untold.take()
+    assert (first.worker_id, first.epoch, first.rank, first.most_pages) == ("a", 5, -1, 7)
+    assert first.chain == [1, (1 << 64) - 1]
+    assert last.worker_id == "d"
+    assert untold.take() == ()
+    untold.add("c", 7, 0, long, 0)
+    assert len(untold.take()) == 1
