@@ -55,8 +55,8 @@ class _Expected:
     spoiled: bool = False  # a frame was refused, so the sender gives the room up
 
     def may_be_fed_by(self, feeder: "Feeder") -> bool:
-        """Each node of one sender has a connection of its own."""
-        if not self.feeders or feeder in self.feeders:
+        """Whether a further connection may: each node of one sender has its own."""
+        if not self.feeders:
             return True
         others = [other.source for other in self.feeders]
         return feeder.source.sender_id == others[0].sender_id and feeder.source not in others
@@ -154,11 +154,11 @@ class Inbound:
             raise FrameRefused(f"unknown_room: {frame.room} is not expected here")
         if expected.epoch != frame.epoch:
             raise FrameRefused(f"stale_epoch: {frame.epoch}, this side has {expected.epoch}")
-        if not expected.may_be_fed_by(feeder):
+        has_finished = expected.feeders.get(feeder)
+        if has_finished is None and not expected.may_be_fed_by(feeder):
             raise FrameRefused(f"foreign: room {frame.room} is fed by another connection")
         # While another node still sends, one that has finished may yet give the room up.
-        is_end = frame.kind is Kind.CANCEL
-        if expected.finished or (expected.feeders.get(feeder, False) and not is_end):
+        if expected.finished or (has_finished and frame.kind is not Kind.CANCEL):
             raise FrameRefused(f"order: {frame.kind.name} after FINISH")
         if expected.spoiled and frame.kind is not Kind.CANCEL:
             raise FrameRefused("order: the room was refused before")
@@ -166,7 +166,7 @@ class Inbound:
             self._check_pages(frame, expected)
         elif frame.payload_len:
             raise FrameRefused(f"size: {frame.kind.name} carries no payload")
-        if feeder not in expected.feeders:
+        if has_finished is None:
             expected.feeders[feeder] = False
             self._owed[feeder] += 1
 
@@ -356,7 +356,8 @@ class Receiver(ABC):
         _check_kind(frame)
         try:
             with self._lock:
-                self._await_room(frame.room)
+                if self.room_wait_s:
+                    self._await_room(frame.room)
                 self._inbound.check(frame, feeder)
         except FrameRefused as error:
             self._refuse(feeder, frame, error)
@@ -379,7 +380,8 @@ class Receiver(ABC):
             if frame.kind is Kind.FINISH:
                 first = wire.decode(meta, FirstToken)
             with self._lock:
-                self._await_room(frame.room)
+                if self.room_wait_s:
+                    self._await_room(frame.room)
                 # Even if `admits` checked it: the room may have ended while the payload came.
                 self._inbound.check(frame, feeder)
                 if frame.kind is Kind.PAGES:
@@ -400,8 +402,6 @@ class Receiver(ABC):
 
     def _await_room(self, room: int) -> None:
         """Wait until the room is expected, or over, for as long as frames may (lock held)."""
-        if not self.room_wait_s or self._inbound.knows(room) or room in self._over:
-            return
         self._changed.wait_for(
             lambda: self._closed or self._inbound.knows(room) or room in self._over,
             self.room_wait_s,
