@@ -94,7 +94,7 @@ class Inbound:
         """kv: of the pool; its num_kv_heads counts stored heads over all tp_size shards."""
         assert kv.num_kv_heads % tp_size == 0
         self._kv = kv
-        self._tp_size = tp_size
+        self._all_shards = range(tp_size)
         self._local_heads = kv.num_kv_heads // tp_size
         stored = kv.stored_dtype
         self._dtype = np.dtype(ml_dtypes.bfloat16 if stored == "bfloat16" else stored)
@@ -109,7 +109,7 @@ class Inbound:
     ) -> None:
         """shards: of the room's rank, those that come here; None: all."""
         assert room not in self._rooms, f"room {room} twice"
-        own = range(self._tp_size) if shards is None else shards
+        own = self._all_shards if shards is None else shards
         self._rooms[room] = _Expected(epoch, num_pages, own, bytearray(num_pages))
 
     def forget(self, room: int) -> None:
@@ -268,7 +268,7 @@ class Inbound:
         Raises FrameRefused when pages are missing then.
         """
         expected = self._rooms[frame.room]
-        is_last = sum(expected.feeders.values()) + 1 >= num_senders
+        is_last = num_senders == 1 or sum(expected.feeders.values()) + 1 >= num_senders
         missing = expected.delivered.count(0)
         if is_last and missing:
             raise FrameRefused(f"order: FINISH with {missing} pages missing")

@@ -73,12 +73,6 @@ class Lane(ABC):
         return False
 
 
-@dataclass(slots=True)
-class _OpenRoom:
-    shipped: Shipped = field(default_factory=Shipped)
-    num_lanes: int = 0  # that still wait for an answer: one for each address
-
-
 class Sender(ABC):
     """Prefill's end. Its calls may come from any thread and never wait.
 
@@ -103,7 +97,9 @@ class Sender(ABC):
         self._connections = connections
         self._lock = threading.Lock()
         self._lanes: dict[str, list[Lane]] = {}  # by address, none empty
-        self._open: dict[int, _OpenRoom] = {}
+        self._shipped: dict[int, Shipped] = {}  # of the open rooms
+        # Of rooms that are open at several addresses: how many answers they wait for besides one.
+        self._more_answers: Counter[int] = Counter()
         self._over: dict[int, None] = {}  # in order of their ends
         self._in_flight_bytes = 0
         self._closed = False
@@ -161,10 +157,10 @@ class Sender(ABC):
                 self._drop_jobs(lane, room)
                 # Ahead of other rooms: a cancel may free pages that they wait for.
                 lane.cancels.append(Job(Frame(Kind.CANCEL, room, epoch)))
-            ended = self._open.pop(room, None)
+            shipped = self._end(room)
         for lane in lanes:
             lane.wake()
-        return None if ended is None else ended.shipped
+        return shipped
 
     @property
     def in_flight_bytes(self) -> int:
@@ -250,9 +246,10 @@ class Sender(ABC):
         room = grant.room
         if room not in lane.rooms:
             lane.rooms[room] = grant.epoch
-            if room not in self._open:
-                self._open[room] = _OpenRoom()
-            self._open[room].num_lanes += 1
+            if room in self._shipped:
+                self._more_answers[room] += 1
+            else:
+                self._shipped[room] = Shipped()
         num_bytes = sum([job.num_bytes for job in jobs])
         self._queued(lane, num_bytes)
         if (
@@ -314,9 +311,8 @@ class Sender(ABC):
             num_bytes = job.num_bytes
             self._queued(lane, -num_bytes)
             self._pairs.add(lane.way, lane.address, num_bytes, took_s)
-            sending = self._open.get(job.frame.room)
-            if sending is not None:
-                shipped = sending.shipped
+            shipped = self._shipped.get(job.frame.room)
+            if shipped is not None:
                 shipped.way = lane.way
                 shipped.num_bytes += num_bytes
                 shipped.num_frames += 1
@@ -334,13 +330,12 @@ class Sender(ABC):
             if lane.rooms.pop(frame.room, None) is None:
                 return
             self._drop_jobs(lane, frame.room)
-            ending = self._open.get(frame.room)
-            if ending is None:  # it has ended elsewhere
+            if refused is None and self._more_answers[frame.room]:
+                self._more_answers[frame.room] -= 1
                 return
-            ending.num_lanes -= 1
-            if refused is None and ending.num_lanes:
+            shipped = self._end(frame.room)
+            if shipped is None:  # it has ended elsewhere
                 return
-            shipped = self._open.pop(frame.room).shipped
             self._remember(frame.room)
         if refused is None:
             shipped.acked_s = self.clock.monotonic_s()
@@ -365,13 +360,19 @@ class Sender(ABC):
                 self._drop_jobs(lane, room)
             lane.cancels.clear()
             rooms, lane.rooms = lane.rooms, {}
-            ended = {room: self._open.pop(room) for room in rooms if room in self._open}
+            ended = {room: self._end(room) for room in rooms if room in self._shipped}
             for room in ended:
                 self._remember(room)
             closed = self._closed
         if not closed:
-            for room, ending in ended.items():
-                self._on_event(SenderEvent("lost", room, message, shipped=ending.shipped))
+            for room, shipped in ended.items():
+                self._on_event(SenderEvent("lost", room, message, shipped=shipped))
+
+    def _end(self, room: int) -> Shipped | None:
+        """The room is over at all addresses; what was sent of it, None if it is not open."""
+        if self._more_answers:
+            self._more_answers.pop(room, None)
+        return self._shipped.pop(room, None)
 
     def _remember(self, room: int) -> None:
         self._over[room] = None
