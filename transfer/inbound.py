@@ -327,7 +327,8 @@ class Receiver(ABC):
         """
         with self._lock:
             self._inbound.expect(room, epoch, num_pages, shards)
-            self._changed.notify_all()
+            if self.room_wait_s:
+                self._changed.notify_all()
 
     def forget(self, room: int) -> None:
         """Refuse frames of this room from now on. Unknown rooms are ignored."""
