@@ -115,7 +115,8 @@ class Inbound:
     def forget(self, room: int) -> None:
         expected = self._rooms.pop(room, None)
         if expected is not None:
-            self._give_up_runs(expected)
+            if expected.runs:
+                self._give_up_runs(expected)
             for feeder, has_finished in expected.feeders.items():
                 if not has_finished:
                     self._settled(feeder)
