@@ -42,6 +42,11 @@ class _Run:
     covered: np.ndarray  # bool[shards, heads of a shard]
     is_over: bool = False  # complete, or given up
 
+    def end(self) -> list[np.ndarray]:
+        """It is over: returns its shards, whose memory it keeps no more."""
+        shards, self.shards, self.is_over = self.shards, [], True
+        return shards
+
 
 @dataclass(slots=True)
 class _Expected:
@@ -223,7 +228,7 @@ class Inbound:
     def _give_up_runs(self, expected: _Expected) -> None:
         """Nothing will complete them, and their memory may be lent."""
         for run in expected.runs.values():
-            run.is_over = True
+            run.end()
         expected.runs.clear()
 
     def pages(self, frame: Frame, feeder: Feeder, payload: np.ndarray) -> PagesArrived | None:
@@ -249,8 +254,7 @@ class Inbound:
             if not run.covered.all():
                 return None
             del expected.runs[key]
-            run.is_over = True
-            shards = run.shards
+            shards = run.end()
         end = frame.page_start + frame.num_pages
         expected.delivered[frame.page_start : end] = b"\1" * frame.num_pages
         return PagesArrived(frame.room, frame.page_start, shards)

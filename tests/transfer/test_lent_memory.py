@@ -12,8 +12,9 @@ import pytest
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, logical_pages
 from tests.transfer.shm_ends import OpenEnds, deliver, wait_until
 from tests.transfer.test_prefix_cache import cached_prompt, filled, ids
-from transfer.backend import Finished, PagesArrived, ReceiverEvent
+from transfer.backend import Finished, Frame, Kind, PagesArrived, ReceiverEvent, Source
 from transfer.errors import BadMessage
+from transfer.inbound import Inbound
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.shm import ShmReceiver
@@ -22,6 +23,15 @@ from transfer.staging import _SEALS, BorrowedSlots, SharedSlots, SlotShape, slot
 
 SHAPE = SlotShape(slot_bytes=4096, num_slots=4)
 LONG_S = 1000 * PATIENCE_S  # so long that a test cannot be rescued by a sign of life
+
+
+class Connected:
+    """A connection of which nothing is heard but frames."""
+
+    source = Source("prefill-0")
+
+    def reply(self, frame: Frame, meta: bytes = b"") -> None:
+        raise AssertionError("no frame is refused")
 
 
 def open_memory() -> int:
@@ -121,6 +131,27 @@ def test_memory_that_is_given_back_by_another_thread_is_told_at_once(
         assert not done
         kept.clear()
         wait_until(lambda: len(kept) == 1 and done == [1])
+
+
+@pytest.mark.parametrize("shards_sent", [(0, 1), (0,)])
+def test_memory_of_a_run_that_is_placed_or_given_up_is_given_back(
+    shards_sent: tuple[int, ...],
+) -> None:
+    inbound, feeder = Inbound(KV, 2), Connected()
+    inbound.expect(1, 1, 2)
+    ended: list[int] = []
+    for shard in shards_sent:
+        payload = np.zeros(KV.page_bytes, np.uint8)  # half of two pages
+        frame = Frame(Kind.PAGES, 1, 1, 0, 2, shard, 0, 2, 0, payload.nbytes)
+        weakref.finalize(payload, ended.append, shard)
+        inbound.check(frame, feeder)
+        arrived = inbound.pages(frame, feeder, payload)
+        del payload
+    assert ended == []
+    assert (arrived is None) == (len(shards_sent) == 1)
+    del arrived
+    inbound.forget(1)
+    assert sorted(ended) == list(shards_sent)
 
 
 def test_a_frame_that_no_slot_holds_costs_its_room_and_not_who_sends_it(
