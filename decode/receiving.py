@@ -24,7 +24,8 @@ class _Room:
 
     rank: int
     nodes: frozenset[int]  # that have shards of the rank
-    arrived: dict[int, set[int]] = field(default_factory=dict)  # by first page, at which of them
+    # By first page and number of pages: at which of the nodes.
+    arrived: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
 
 
@@ -82,17 +83,20 @@ class Receiving:
             return False
         if isinstance(event, PagesArrived):  # at this node
             self.keep(event)
-        nodes = known.arrived.setdefault(event.page_start, set())
+        # Cut differently for another node, pages could not be written in one call.
+        nodes = known.arrived.setdefault((event.page_start, event.num_pages), set())
         nodes.add(node)
         return nodes == known.nodes
 
     def finished(self, node: int, room: int) -> bool:
-        """All pages came to a node; whether they have come to all."""
+        """All pages came to a node; whether they have come to all, cut alike."""
         known = self._rooms.get(room)
         if known is None:
             return False
         known.finished.add(node)
-        return known.finished == known.nodes
+        if known.finished != known.nodes:
+            return False
+        return all(nodes == known.nodes for nodes in known.arrived.values())
 
     # --- every node -------------------------------------------------------------------------------
 

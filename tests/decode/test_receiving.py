@@ -145,6 +145,18 @@ def test_pages_of_a_room_that_is_over_are_kept_nowhere(node: int) -> None:
     worker.leader.forget(1)  # unknown by now
 
 
+@pytest.mark.parametrize("cut", [(0, 1), (1, 1)])
+def test_a_room_whose_pages_came_cut_differently_to_two_nodes_is_never_whole(
+    cut: tuple[int, int],
+) -> None:
+    worker = Worker([(0, 1)])
+    worker.leader.expect(1, 0, 5, 4)
+    assert not worker.came(0, 0)
+    assert not worker.leader.came(1, Arrived(1, *cut))
+    for node in (0, 1):
+        assert not worker.leader.finished(node, 1)
+
+
 def test_where_the_shards_of_each_rank_are_taken_is_one_address_or_one_for_each() -> None:
     worker = Worker([(0, 0, 1), (1, 1, 1)])
     assert worker.leader.addresses(["a", "b"]) == [("a", "a", "b"), ("b",)]
