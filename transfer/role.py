@@ -44,6 +44,7 @@ from transfer.worker_config import WorkerConfig
 log = logging.getLogger(__name__)
 
 API_GONE = "api_gone"  # why a room ended whose API process is gone: nobody is told
+_REMEMBERED_ROOMS = 1 << 16  # ended rooms that a submit delivered twice does not open again
 # States in which a room has cost nothing yet but its place in a queue.
 _NOT_BEGUN = (State.QUEUED, State.GRANTED)
 
@@ -74,6 +75,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._experts_counted: Mapping[str, float] = {}
         self._devices = ""
         self._held: dict[int, H] = {}
+        self._over: dict[int, None] = {}  # rooms that were held, in order of their ends
         self._load = wire.Load()
         self._rank_loads: tuple[wire.Load, ...] = ()
         self._compiles = CompileCounter()
@@ -205,7 +207,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def open_room(self, submit: wire.Submit, received_s: float) -> None:
         """Hold a new room, unless there are too many."""
-        if submit.room in self._held:
+        # The data planes of all nodes know a room by its number: it has one life.
+        if submit.room in self._held or submit.room in self._over:
             return  # the same submit, delivered twice
         # `capacity_refusal` counts without the submits that are still in the inbox.
         if (full := self._full()) is not None:
@@ -289,9 +292,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         for placed in chunk.pieces:
             prompt, row = placed.piece.prompt, placed.row
             held = self._held.get(prompt.room)
-            # A room that ended and was submitted again has not begun. That happens only when a
-            # submit is delivered twice: the API process never reuses a room number.
-            if not placed.piece.is_last or held is None or not self.has_begun(held):
+            if not placed.piece.is_last or held is None:
                 continue
             submit = held.submit
             token_id, token_idx = int(out.ids[row]), submit.num_generated
@@ -352,6 +353,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def _close(self, room: int, state: State, ending: str = "") -> None:
         held = self._held.pop(room)
+        self._over[room] = None
+        if len(self._over) > _REMEMBERED_ROOMS:
+            del self._over[next(iter(self._over))]
         held.room.advance(state, self.clock.monotonic_s())
         self.release(held)
         if ending != API_GONE:

@@ -293,7 +293,7 @@ def test_a_room_that_comes_again_is_not_told_what_was_drawn_before_it_ended() ->
     alone.submit(1)
     while alone.turn():
         pass
-    assert (alone.tokens(), worker.num_held()) == ([], 1)
+    assert (alone.tokens(), worker.num_held()) == ([], 0)
 
 
 def test_rooms_of_an_api_process_that_is_gone_are_dropped() -> None:

@@ -16,6 +16,7 @@ from tests.transfer.samples import KV
 from transfer import role, wire
 from transfer.opened import PoolFacts
 from transfer.role import RoleWorker
+from transfer.worker import Aborted
 from transfer.worker_config import WorkerConfig
 
 
@@ -41,6 +42,18 @@ def test_a_worker_tells_all_of_its_pages_and_counts_heads_without_copies() -> No
     assert msgspec.structs.asdict(info.kv_spec) == asdict(kv) | {"num_kv_heads": 1}
     assert (info.stored_kv_heads, info.max_request_tokens) == (4, 12)
     assert info.adapters == ("sql",)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_submit_that_comes_again_when_its_room_has_ended_opens_no_other(name: wire.Role) -> None:
+    alone = Alone(name)
+    for _ in range(2):
+        alone.submit(1)
+        alone.turn()
+        alone.worker.handle(Aborted((1,)))
+        alone.turn()
+    assert len(alone.grants) == (name == "decode")
+    assert [leg.room for leg in alone.legs()] == [1]
 
 
 async def test_the_tokenizer_for_grammars_takes_its_memory_before_memory_is_planned(
