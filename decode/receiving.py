@@ -9,8 +9,7 @@ import numpy as np
 from transfer.backend import Arrived, PagesArrived
 from transfer.gathered import RunEngine
 from transfer.inbound import Receiver
-
-Nodes = Sequence[Sequence[int]]  # by rank: the node that has each of its shards
+from transfer.layout import Nodes
 
 # Runs that wait for other nodes' shards in memory lent to the connection on which they came. More
 # are copied: otherwise each node could fill such memory with runs of which another's parts wait for

@@ -1,8 +1,8 @@
-"""An engine's calls to its devices, by name, so that every member of a mesh can make the same.
+"""A worker's calls by name, to its devices and to ship pages, so that every node can make the same.
 
 An engine is a few programs and the device arrays that they hand on. The host adds only small arrays
 to each call, so a member that is told the name and the arrays of every call, in order, runs the
-same programs as its leader.
+same programs as its leader. What it does with pages beside them is told in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Tell = Callable[[str, int, Sequence[np.ndarray]], None]
 
 
 class Calls:
-    """The calls of one engine."""
+    """The calls of one worker."""
 
     def __init__(self) -> None:
         self.tell: Tell | None = None  # tells the other members; None unless this one leads some
@@ -22,7 +22,7 @@ class Calls:
         self._at_once: set[str] = set()
 
     def add(self, name: str, function: Callable[..., Any], at_once: bool = False) -> None:
-        """function(key, *arrays) dispatches one of its programs; key says which.
+        """function(key, *arrays) makes a call, such as one of several programs; key says which.
 
         at_once: a member makes this call when it is told, on another thread, rather than behind
         calls that wait for its devices.

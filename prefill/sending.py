@@ -1,7 +1,6 @@
 """Sends pages to decode: each node of a worker its own shards, as the leader of all says."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,14 +9,12 @@ import numpy as np
 from transfer import wire
 from transfer.backend import FirstToken, SenderEvent, Shipped
 from transfer.gathered import GatheredPages, RunEngine
-from transfer.layout import HeadRun, Part, plan_heads, plan_parts
+from transfer.layout import HeadRun, Nodes, Part, plan_heads, plan_parts
 from transfer.opened import PoolFacts
 from transfer.outbound import Sender
 from transfer.slots import FRAME_BYTES
 
 _MOST_PLANS = 1024  # for so many addresses of decode workers, which change when they restart
-
-Nodes = Sequence[Sequence[int]]  # by rank: the node that has each of its shards
 
 
 @dataclass(frozen=True)

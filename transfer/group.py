@@ -90,7 +90,7 @@ class HostArray(wire.Message, frozen=True):
     data: bytes
 
 
-class DeviceCall(wire.Message, frozen=True):
+class NodeCall(wire.Message, frozen=True):
     """One call of model.calls.Calls."""
 
     name: str
@@ -98,20 +98,18 @@ class DeviceCall(wire.Message, frozen=True):
     arrays: tuple[HostArray, ...]
 
 
-class DeviceCalls(wire.Message, frozen=True):
+class NodeCalls(wire.Message, frozen=True):
     """Calls in order; an empty message is a sign of life."""
 
-    calls: tuple[DeviceCall, ...] = ()
+    calls: tuple[NodeCall, ...] = ()
     is_last: bool = False  # the group leaves well
 
 
-def packed_call(name: str, key: int, arrays: Sequence[np.ndarray]) -> DeviceCall:
-    return DeviceCall(
-        name, key, tuple(HostArray(a.dtype.str, a.shape, a.tobytes()) for a in arrays)
-    )
+def packed_call(name: str, key: int, arrays: Sequence[np.ndarray]) -> NodeCall:
+    return NodeCall(name, key, tuple(HostArray(a.dtype.str, a.shape, a.tobytes()) for a in arrays))
 
 
-def arrays_of(call: DeviceCall) -> list[np.ndarray]:
+def arrays_of(call: NodeCall) -> list[np.ndarray]:
     """The arrays of a call. Raises BadMessage when they are malformed."""
     try:
         return [np.frombuffer(a.data, a.dtype).reshape(a.shape) for a in call.arrays]
@@ -186,7 +184,7 @@ class Leader:
         assert self._loop is not None, "members follow first"
         self._loop.call_soon_threadsafe(self._offer, packed_call(name, key, arrays))
 
-    async def feed(self, request: Follow) -> AsyncIterator[DeviceCalls]:
+    async def feed(self, request: Follow) -> AsyncIterator[NodeCalls]:
         """The stream of calls to one member. Raises BadMessage for a node that cannot follow."""
         rank = request.node_rank
         if not 0 < rank < self._num_members or rank in self._feeds or self._leaving:
@@ -272,7 +270,7 @@ class Leader:
                 await asyncio.wait_for(self._none_follows.wait(), _FAREWELL_S)
             await asyncio.sleep(_ENDING_S)
 
-    def _offer(self, call: DeviceCall) -> None:
+    def _offer(self, call: NodeCall) -> None:
         for feed in self._feeds.values():
             feed.offer(call)
 
@@ -285,12 +283,12 @@ class _Feed:
         self.heard_s = 0.0  # when its member was last heard, monotonic
         self.compiles_after_ready = 0  # in its member
         self.state = NodeState()
-        self._calls: list[DeviceCall] = []
+        self._calls: list[NodeCall] = []
         self._ending = False
         self.is_well = False  # is_last of the last message
         self._changed = asyncio.Event()
 
-    def offer(self, call: DeviceCall) -> None:
+    def offer(self, call: NodeCall) -> None:
         self._calls.append(call)
         self._changed.set()
 
@@ -298,14 +296,14 @@ class _Feed:
         self._ending, self.is_well = True, is_well
         self._changed.set()
 
-    async def take(self) -> DeviceCalls:
+    async def take(self) -> NodeCalls:
         """All waiting calls; an empty message every SIGN_OF_LIFE_S while none waits."""
         try:
             await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE_S)
         except TimeoutError:
-            return DeviceCalls()
+            return NodeCalls()
         self._changed.clear()
         self.is_over = self._ending
-        told = DeviceCalls(tuple(self._calls), self.is_well)
+        told = NodeCalls(tuple(self._calls), self.is_well)
         self._calls.clear()
         return told

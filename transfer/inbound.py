@@ -27,11 +27,11 @@ from transfer.backend import (
     Source,
 )
 from transfer.errors import BadMessage, Code, FrameRefused
+from transfer.room import EndedRooms
 
 log = logging.getLogger(__name__)
 
 _FROM_SENDERS = (Kind.PAGES, Kind.FINISH, Kind.CANCEL)
-_REMEMBERED_ROOMS = 1 << 16  # ended rooms for which no late frame waits
 
 
 @dataclass(slots=True)
@@ -310,7 +310,7 @@ class Receiver(ABC):
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # rooms are expected, or over
         self._inbound = Inbound(kv, tp_size)
-        self._over: dict[int, None] = {}  # rooms, in order of their ends; kept if frames may wait
+        self._over = EndedRooms()  # for which no late frame waits; none where none may wait
         self._closed = False
 
     @abstractmethod
@@ -340,9 +340,7 @@ class Receiver(ABC):
         with self._lock:
             self._inbound.forget(room)
             if self.room_wait_s:
-                self._over[room] = None
-                if len(self._over) > _REMEMBERED_ROOMS:
-                    del self._over[next(iter(self._over))]
+                self._over.add(room)
                 self._changed.notify_all()
 
     def ack(self, room: int) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from transfer.errors import Incompatible
 from transfer.wire import WorkerInfo
 
+Nodes = Sequence[Sequence[int]]  # by rank of a worker: the node that has each of its shards
+
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:

@@ -23,10 +23,10 @@ from transfer.group import (
     CAUSE_S,
     SIGN_OF_LIFE_S,
     SILENCE_S,
-    DeviceCall,
-    DeviceCalls,
     Follow,
     Joined,
+    NodeCall,
+    NodeCalls,
     NodeState,
     Told,
     arrays_of,
@@ -89,7 +89,7 @@ class Member:
         self._build_node = build
         self._events: deque[Event] = deque()  # that the leader is still to be told
         self._compiles = CompileCounter()
-        self._queue: queue.SimpleQueue[DeviceCall] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[NodeCall] = queue.SimpleQueue()
         self._is_ready = False
         self._warned = False
         self._over: asyncio.Event
@@ -188,7 +188,7 @@ class Member:
     async def _follow(self, built: _Built, on_ready: Callable[[str], None]) -> None:
         rank = self._config.node_rank
         client = RpcClient(built.leader, self._security)
-        told = client.stream("Follow", Follow(rank), DeviceCalls)
+        told = client.stream("Follow", Follow(rank), NodeCalls)
         async with aclosing(told) as batches:
             is_over = await self._next(built.node.calls, batches)
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
@@ -204,7 +204,7 @@ class Member:
                     task.cancel()
         log.info("node %d leaves with its leader", rank)
 
-    async def _next(self, calls: Calls, batches: AsyncGenerator[DeviceCalls, None]) -> bool:
+    async def _next(self, calls: Calls, batches: AsyncGenerator[NodeCalls, None]) -> bool:
         """Queue the leader's next calls. True: they were the last. Raises Unavailable."""
         try:
             async with asyncio.timeout(SILENCE_S):

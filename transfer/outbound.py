@@ -17,9 +17,9 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import BadMessage, Unavailable
 from transfer.layout import HeadRun
 from transfer.pairs import Pairs
+from transfer.room import EndedRooms
 
 _AT_ONCE_BYTES = 64 << 10  # the most that a thread which queues a job may copy and send itself
-_REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
 
 
 class Job(NamedTuple):
@@ -100,7 +100,7 @@ class Sender(ABC):
         self._shipped: dict[int, Shipped] = {}  # of the open rooms
         # Of rooms that are open at several addresses: how many answers they wait for besides one.
         self._more_answers: Counter[int] = Counter()
-        self._over: dict[int, None] = {}  # in order of their ends
+        self._over = EndedRooms()  # for which late calls are ignored
         self._in_flight_bytes = 0
         self._closed = False
 
@@ -150,7 +150,7 @@ class Sender(ABC):
         Returns what had been sent; None for a room that is not open.
         """
         with self._lock:
-            self._remember(room)
+            self._over.add(room)
             lanes = [lane for lane in self._all_lanes() if room in lane.rooms]
             for lane in lanes:
                 epoch = lane.rooms.pop(room)
@@ -230,7 +230,7 @@ class Sender(ABC):
             try:
                 lane = self._lane_of(grant)
             except Unavailable as error:
-                self._remember(grant.room)
+                self._over.add(grant.room)
                 lost = SenderEvent("unsent", grant.room, str(error), shipped=Shipped())
             else:
                 jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
@@ -336,7 +336,7 @@ class Sender(ABC):
             shipped = self._end(frame.room)
             if shipped is None:  # it has ended elsewhere
                 return
-            self._remember(frame.room)
+            self._over.add(frame.room)
         if refused is None:
             shipped.acked_s = self.clock.monotonic_s()
             event = SenderEvent("acked", frame.room, shipped=shipped)
@@ -362,7 +362,7 @@ class Sender(ABC):
             rooms, lane.rooms = lane.rooms, {}
             ended = {room: self._end(room) for room in rooms if room in self._shipped}
             for room in ended:
-                self._remember(room)
+                self._over.add(room)
             closed = self._closed
         if not closed:
             for room, shipped in ended.items():
@@ -373,11 +373,6 @@ class Sender(ABC):
         if self._more_answers:
             self._more_answers.pop(room, None)
         return self._shipped.pop(room, None)
-
-    def _remember(self, room: int) -> None:
-        self._over[room] = None
-        if len(self._over) > _REMEMBERED_ROOMS:
-            del self._over[next(iter(self._over))]
 
     def _drop_jobs(self, lane: Lane, room: int) -> None:
         queue = lane.queues.pop(room, None)

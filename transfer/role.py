@@ -34,7 +34,7 @@ from transfer.meeting import Meeting
 from transfer.opened import PoolFacts
 from transfer.pairs import summed
 from transfer.ports import host_port
-from transfer.room import Room, Side, State
+from transfer.room import EndedRooms, Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.shm import host_identity
 from transfer.stops import finish_of
@@ -44,7 +44,6 @@ from transfer.worker_config import WorkerConfig
 log = logging.getLogger(__name__)
 
 API_GONE = "api_gone"  # why a room ended whose API process is gone: nobody is told
-_REMEMBERED_ROOMS = 1 << 16  # ended rooms that a submit delivered twice does not open again
 # States in which a room has cost nothing yet but its place in a queue.
 _NOT_BEGUN = (State.QUEUED, State.GRANTED)
 
@@ -75,7 +74,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._experts_counted: Mapping[str, float] = {}
         self._devices = ""
         self._held: dict[int, H] = {}
-        self._over: dict[int, None] = {}  # rooms that were held, in order of their ends
+        self._over = EndedRooms()  # which a submit that is delivered twice does not open again
         self._load = wire.Load()
         self._rank_loads: tuple[wire.Load, ...] = ()
         self._compiles = CompileCounter()
@@ -353,9 +352,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def _close(self, room: int, state: State, ending: str = "") -> None:
         held = self._held.pop(room)
-        self._over[room] = None
-        if len(self._over) > _REMEMBERED_ROOMS:
-            del self._over[next(iter(self._over))]
+        self._over.add(room)
         held.room.advance(state, self.clock.monotonic_s())
         self.release(held)
         if ending != API_GONE:

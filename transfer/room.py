@@ -8,6 +8,9 @@ From every state but DONE a room may become FAILED; DONE and FAILED are final.
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
+
+_MOST_ENDED: Final = 1 << 16
 
 
 class Side(enum.Enum):
@@ -71,3 +74,12 @@ class Room:
         assert state in legal, f"room {self.room} on {self.side.value}: {self.state} -> {state}"
         self.state = state
         self.entered_s[state] = now_s
+
+
+class EndedRooms(dict[int, None]):
+    """The rooms that ended last, so that what comes late for them is known as such."""
+
+    def add(self, room: int) -> None:
+        self[room] = None
+        if len(self) > _MOST_ENDED:
+            del self[next(iter(self))]

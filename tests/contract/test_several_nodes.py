@@ -106,13 +106,19 @@ def test_every_node_sends_its_shards_and_gets_its_answer_once_all_have(
     assert sum(each.num_bytes for each in shipped if each is not None) == pages.nbytes
 
 
-def test_a_room_is_not_whole_until_its_last_node_has_finished(open_ends: Open) -> None:
+def one_of_two_has_finished(open_ends: Open) -> Nodes:
+    """All pages of a room came from both nodes, and the first has said that these were all."""
     nodes, pages = Nodes(open_ends, 2, 1), logical_pages(3)
     nodes.expect(1, 3)
     nodes.send(0, 1, pages)
     nodes.finish(0, 1)
     nodes.send(1, 1, pages)
     nodes.until(lambda: nodes.receivers[0].diary.page_idx(1) == [0, 1, 2])
+    return nodes
+
+
+def test_a_room_is_not_whole_until_its_last_node_has_finished(open_ends: Open) -> None:
+    nodes = one_of_two_has_finished(open_ends)
     assert nodes.num_finished() == 0
     nodes.finish(1, 1)
     nodes.until(lambda: nodes.num_finished() == 1)
@@ -143,12 +149,7 @@ def test_a_second_connection_of_the_same_node_is_foreign(open_ends: Open) -> Non
 
 
 def test_a_node_that_gives_up_ends_the_room_though_it_had_finished(open_ends: Open) -> None:
-    nodes, pages = Nodes(open_ends, 2, 1), logical_pages(3)
-    nodes.expect(1, 3)
-    nodes.send(0, 1, pages)
-    nodes.finish(0, 1)
-    nodes.send(1, 1, pages)
-    nodes.until(lambda: nodes.receivers[0].diary.page_idx(1) == [0, 1, 2])
+    nodes = one_of_two_has_finished(open_ends)
     nodes.senders[0].cancel(1)
     nodes.until(lambda: nodes.receivers[0].diary.lost == [(1,)])
     nodes.finish(1, 1)

@@ -19,12 +19,12 @@ from tests.transfer.test_worker import PlainWorker, run_engine
 from transfer import group, member, wire
 from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
 from transfer.group import (
-    DeviceCall,
-    DeviceCalls,
     Follow,
     HostArray,
     Joined,
     Leader,
+    NodeCall,
+    NodeCalls,
     NodeState,
     Told,
     arrays_of,
@@ -157,7 +157,7 @@ def test_an_array_arrives_as_it_is(array: np.ndarray) -> None:
 )
 def test_what_is_no_array_is_refused(broken: HostArray) -> None:
     with pytest.raises(BadMessage, match="arrays of step"):
-        arrays_of(DeviceCall("step", 1, (broken,)))
+        arrays_of(NodeCall("step", 1, (broken,)))
 
 
 async def test_a_member_makes_every_call_in_order(
@@ -245,8 +245,8 @@ async def test_a_member_whose_leader_ends_or_hangs_ends(
     with pytest.raises(Unavailable):
         await asyncio.wait_for(running, 5)
 
-    async def hangs(request: Follow) -> AsyncIterator[DeviceCalls]:
-        yield DeviceCalls()
+    async def hangs(request: Follow) -> AsyncIterator[NodeCalls]:
+        yield NodeCalls()
         await asyncio.sleep(60)
 
     monkeypatch.setattr(member, "SILENCE_S", 0.3)
@@ -263,7 +263,7 @@ async def test_a_member_that_gives_no_sign_of_life_is_lost(
 ) -> None:
     monkeypatch.setattr(group, "SILENCE_S", 1.2)
     client = led.client()
-    told = [batch async for batch in client.stream("Follow", Follow(1), DeviceCalls)]
+    told = [batch async for batch in client.stream("Follow", Follow(1), NodeCalls)]
     assert led.lost == [1]
     assert told
     assert not any(batch.calls or batch.is_last for batch in told)
@@ -276,7 +276,7 @@ async def test_a_member_that_hangs_with_calls_on_their_way_is_lost(
     """The member reads no more, so its leader's data stays queued: nothing else would show it."""
     monkeypatch.setattr(group, "SILENCE_S", 1.2)
     client = led.client()
-    stream = client.stream("Follow", Follow(1), DeviceCalls)
+    stream = client.stream("Follow", Follow(1), NodeCalls)
     await anext(stream)
     for _ in range(8):
         led.leader.tell("step", 0, [np.zeros(1 << 20, np.float32)])
@@ -308,7 +308,7 @@ async def test_a_leader_stays_until_its_members_have_left_not_until_they_are_tol
     """JAX aborts a member that sees its leader gone before it has ended itself."""
     monkeypatch.setattr(group, "_FAREWELL_S", 60.0)
     client = led.client()
-    stream: Any = client.stream("Follow", Follow(1), DeviceCalls)
+    stream: Any = client.stream("Follow", Follow(1), NodeCalls)
     await anext(stream)
     dismissing = asyncio.create_task(led.leader.dismiss())
     while not (await anext(stream)).is_last:
@@ -325,11 +325,11 @@ async def test_only_members_may_follow_and_each_once(led: Group) -> None:
     client = led.client()
     for rank in (0, 2, -1):
         with pytest.raises(BadMessage, match=f"node {rank} of 2 cannot follow"):
-            await anext(client.stream("Follow", Follow(rank), DeviceCalls))
-    stream: Any = client.stream("Follow", Follow(1), DeviceCalls)
+            await anext(client.stream("Follow", Follow(rank), NodeCalls))
+    stream: Any = client.stream("Follow", Follow(1), NodeCalls)
     await anext(stream)
     with pytest.raises(BadMessage, match="node 1 of 2 cannot follow"):
-        await anext(client.stream("Follow", Follow(1), DeviceCalls))
+        await anext(client.stream("Follow", Follow(1), NodeCalls))
     with pytest.raises(BadMessage, match="node 2 does not follow"):
         await client.call("StillThere", Follow(2), wire.Empty, 2.0)
     await stream.aclose()
@@ -340,7 +340,7 @@ async def test_only_members_may_follow_and_each_once(led: Group) -> None:
 async def test_calls_are_for_those_who_know_the_token(led: Group) -> None:
     client = RpcClient(led.address, Security("x" * 20))
     with pytest.raises(Unauthenticated):
-        await anext(client.stream("Follow", Follow(1), DeviceCalls))
+        await anext(client.stream("Follow", Follow(1), NodeCalls))
     await client.close()
 
 

@@ -10,7 +10,8 @@ from tests.transfer.test_outbound import (
     StillSender,
     queue_room,
 )
-from transfer import outbound, wire
+from transfer import room as room_states
+from transfer import wire
 from transfer.backend import FirstToken, Frame, Kind, Refused
 
 
@@ -112,7 +113,7 @@ def test_what_waits_for_a_refused_room_is_not_sent() -> None:
 def test_rooms_that_ended_are_remembered_up_to_a_number_the_oldest_forgotten_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbound, "_REMEMBERED_ROOMS", 2)
+    monkeypatch.setattr(room_states, "_MOST_ENDED", 2)
     sender = StillSender()
     for room in (1, 2, 3):
         queue_room(sender, room, 1)
