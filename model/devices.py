@@ -16,12 +16,18 @@ def prepare_devices(num_devices: int, meeting_host: str = "") -> None:
     meeting_host: node 0's host, where the mesh has several processes. JAX's client would otherwise
     reach it through the proxies of the environment, which are meant for remote hosts.
     The cache folder is JAX_COMPILATION_CACHE_DIR, or kvferry/jax under the user's cache folder; a
-    user without a home has none.
+    user without a home has none. A mesh over several processes has only our own cache in it.
     """
     jax.config.update("jax_enable_x64", False)  # JAX_ENABLE_X64 would widen what programs index by
     jax.config.update("jax_num_cpu_devices", num_devices)
     if meeting_host:
         os.environ[_SPARED] = ",".join(filter(None, (os.environ.get(_SPARED, ""), meeting_host)))
+        # JAX keeps programs of node 0 alone, which then does not compile them with the others. On a
+        # GPU, nodes that compile a program wait for what each of them measures.
+        if not jax.config.jax_enable_compilation_cache:
+            jax.config.update("jax_compilation_cache_dir", None)
+            return
+        jax.config.update("jax_enable_compilation_cache", False)
     folder = _cache_folder()
     if folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "kvferry" / "jax"))

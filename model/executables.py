@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -71,6 +71,13 @@ class Recipe(NamedTuple):
             return lowered.compile(compiler_options=dict(self.options))
 
 
+class Sought(NamedTuple):
+    """A program that a cache may have."""
+
+    recipe: Recipe
+    digest: str  # of all that its text follows from; "" if that has no fingerprint
+
+
 _compiling: Final[set[str]] = set()  # the texts of programs
 _compiled_one: Final = threading.Condition()
 
@@ -117,13 +124,14 @@ class ExecutableCache:
     def beside_compiled() -> "ExecutableCache | None":
         """A cache in the folder where JAX keeps what it compiled; None where JAX keeps nothing.
 
-        Also None where a mesh spans processes, which may have to compile a program together, and
-        where sources or flags may differ from those that this process has read.
+        Also None where sources or flags may differ from those that this process has read.
         """
         folder = jax.config.jax_compilation_cache_dir
-        if not folder or not jax.config.jax_enable_compilation_cache or "://" in folder:
+        # Of a mesh over several processes, this cache has the folder to itself: prepare_devices.
+        is_used = jax.config.jax_enable_compilation_cache or jax.process_count() > 1
+        if not folder or not is_used or "://" in folder:
             return None
-        if jax.process_count() > 1 or not os.environ.get("XLA_FLAGS", "-").lstrip().startswith("-"):
+        if not os.environ.get("XLA_FLAGS", "-").lstrip().startswith("-"):
             return None
         began_s = psutil.Process().create_time()
         try:
@@ -166,51 +174,80 @@ class ExecutableCache:
         except OSError as error:  # another worker removed it, or it is another user's
             log.info("executables no longer used are not all removed: %s", error)
 
-    def get(self, recipe: Recipe, wait: bool = True) -> tuple[jax.stages.Compiled, bool]:
+    def seek(self, recipe: Recipe) -> Sought:
+        """Call it for all programs before any is traced, which may add to what functions hold."""
+        try:
+            _devices_of(recipe.args)
+            digest = _digest(self._machine, self._sources, fingerprint(recipe))
+        except NoFingerprint as error:
+            log.warning("%s: its executable is not kept", error)
+            digest = ""
+        return Sought(recipe, digest)
+
+    def get(self, sought: Sought, wait: bool = True) -> tuple[jax.stages.Compiled, bool]:
         """The program as `Recipe.compile` makes it, and whether the folder had it.
 
         Workers that start together compile each program once: what another one compiles is waited
         for, or without `wait`, raises Busy.
         """
-        try:
-            return self._kept(recipe, wait)
-        except NoFingerprint as error:
-            log.warning("%s: its executable is not kept", error)
+        recipe, digest = sought
+        if not digest:
             return recipe.compile(), False
-
-    def _kept(self, recipe: Recipe, wait: bool) -> tuple[jax.stages.Compiled, bool]:
-        devices = _devices_of(recipe.args)
-        digest = _digest(self._machine, self._sources, fingerprint(recipe))
         asked = self._folder / f"asked-{digest}"
-        if found := self._found(asked, recipe, devices):
+        if found := self._found(asked, recipe):
             return found, True
         if not self._writes:
-            return self._compiled(asked, recipe, devices)
+            return self._compiled(asked, recipe)
         with claimed(self._folder / f"claim-{digest}", _LONGEST_WAIT_S if wait else 0.0) as mine:
             if not (mine or wait):
                 raise Busy
-            if found := self._found(asked, recipe, devices):
+            if found := self._found(asked, recipe):
                 return found, True
-            return self._compiled(asked, recipe, devices)
+            return self._compiled(asked, recipe)
 
-    def _found(
-        self, asked: Path, recipe: Recipe, devices: Sequence[jax.Device]
-    ) -> jax.stages.Compiled | None:
+    def compilations(self, sought: Sought) -> list[str]:
+        """Of a mesh over several processes: those compilations whose part is here.
+
+        Parts of a program, one for each process, work together only if they are of one compilation.
+        """
+        start = f"part-{sought.digest}-"
+        here = self._folder.glob(f"{start}*") if sought.digest else ()
+        return [path.name.removeprefix(start) for path in here]
+
+    def load_part(self, sought: Sought, compilation: str) -> jax.stages.Compiled | None:
+        """The program by that compilation; None if it cannot be loaded: it is not offered again."""
+        name = f"part-{sought.digest}-{compilation}"
+        found = self._load(name, sought.recipe.args)
+        if found is None and self._writes:
+            with suppress(OSError):
+                (self._folder / name).unlink(missing_ok=True)
+        return found
+
+    def compile_part(self, sought: Sought, compilation: str) -> jax.stages.Compiled:
+        """Compile, as the other processes do at the same time, and keep what came of it."""
+        lowered = _lowered(sought.recipe)
+        compiled = sought.recipe.compiled(lowered, lowered.as_text())
+        gives = _told(lowered) if sought.digest and self._writes else ""
+        if gives:
+            self._save(f"part-{sought.digest}-{compilation}", compiled, gives)
+        return compiled
+
+    def _found(self, asked: Path, recipe: Recipe) -> jax.stages.Compiled | None:
         named = self._read(asked) or b""
         if _NAME.fullmatch(named) is None:
             return None
-        return self._load(named.decode(), recipe.args, devices)
+        return self._load(named.decode(), recipe.args)
 
-    def _compiled(
-        self, asked: Path, recipe: Recipe, devices: Sequence[jax.Device]
-    ) -> tuple[jax.stages.Compiled, bool]:
+    def _compiled(self, asked: Path, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
         """The program by its text, and whether the folder had it by that."""
         args = recipe.args
         lowered = _lowered(recipe)
-        gives = json.dumps(_shape_of(lowered.out_tree))
+        gives = _told(lowered)
+        if not gives:
+            return recipe.compile(), False
         text = lowered.as_text()
         name = _digest(self._machine, text, gives, fingerprint(recipe[1:]))
-        found, was_here = self._load(name, args, devices), True
+        found, was_here = self._load(name, args), True
         if found is None:
             before, was_here = _found_by_jax.count, False
             found = recipe.compiled(lowered, text)
@@ -225,9 +262,7 @@ class ExecutableCache:
             self._write(asked, name.encode())
         return found, was_here
 
-    def _load(
-        self, name: str, args: Sequence[Any], devices: Sequence[jax.Device]
-    ) -> jax.stages.Compiled | None:
+    def _load(self, name: str, args: Sequence[Any]) -> jax.stages.Compiled | None:
         """The executable of that name; None when it is not there, or cannot be loaded."""
         content = self._read(self._folder / name)
         if content is None:
@@ -239,7 +274,7 @@ class ExecutableCache:
             shape, _, payload = body.partition(b"\n")
             trees = jax.tree.structure((tuple(args), {})), _tree_of(json.loads(shape))
             load = serialize_executable.deserialize_and_load
-            return load(payload, *trees, execution_devices=devices)
+            return load(payload, *trees, execution_devices=_devices_of(args))
         except Exception as error:  # whatever it is, the program can be compiled
             log.warning("%s is compiled again: %r", self._folder / name, error)
             return None
@@ -316,6 +351,15 @@ _found_by_jax = _FoundByJax()
 jax.monitoring.register_event_listener(_found_by_jax.see)
 
 
+def _told(lowered: jax.stages.Lowered) -> str:
+    """What a program returns, as text; "" if it returns what cannot be told."""
+    try:
+        return json.dumps(_shape_of(lowered.out_tree))
+    except NoFingerprint as error:
+        log.warning("%s: its executable is not kept", error)
+        return ""
+
+
 def _shape_of(tree: Any) -> Any:
     """A pytree's structure as JSON: of each inner node the type, a dict's keys, and the items."""
 
@@ -374,7 +418,8 @@ def _machine() -> str:
         installed = importlib.metadata.distributions()
         names = sorted((of.name, of.version) for of in installed)
         versions += ["==".join(pair) for pair in names if pair[0].startswith(("jax", "nvidia"))]
-    machine: list[Any] = [client.platform_version, jax.device_count(), _processor()]
+    processes = jax.process_index(), jax.process_count()
+    machine: list[Any] = [client.platform_version, jax.device_count(), *processes, _processor()]
     if client.platform == "cpu":  # programs are cut for so many threads
         machine.append(processors.threads(jax.local_device_count()))
     return fingerprint((platform.python_version(), versions, machine, settings, flags))

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation: programs with names, their memory, and a count of late compiles."""
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,9 @@ import jax.stages
 
 from model import processors
 from model.errors import MemoryShortage, ModelError
-from model.executables import Busy, ExecutableCache, Recipe
+from model.executables import Busy, ExecutableCache, Recipe, Sought
 from model.host_memory import available_bytes
+from model.members import texts_of_all
 from model.promises import PROMISES
 from model.threads import in_daemon_thread
 
@@ -77,25 +79,17 @@ class Program:
         # this one, may deadlock (jaxlib 0.11.2, gloo).
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
-    def compile(
-        self,
-        more: Mapping[str, str] | None = None,
-        kept: ExecutableCache | None = None,
-        wait: bool = True,
-    ) -> "Program":
-        """more: XLA's options besides our own. kept: a cache that may have the executable.
+    def compile(self) -> "Program":
+        """Compile it with JAX and its cache alone."""
+        self.compiled = self.recipe(None).compile()
+        return self
 
-        wait: see ExecutableCache.get.
-        """
+    def recipe(self, more: Mapping[str, str] | None) -> Recipe:
+        """more: XLA's options besides our own."""
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
         # it recomputes the same products over and over rather than keep them.
         options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
-        recipe = Recipe(self._function, self._args, self._donate, options)
-        if kept is None:
-            self.compiled = recipe.compile()
-        else:
-            self.compiled, self.was_kept = kept.get(recipe, wait)
-        return self
+        return Recipe(self._function, self._args, self._donate, options)
 
     def __call__(self, *args: Any) -> Any:
         result = self.compiled(*args)
@@ -118,33 +112,73 @@ def compile_all(
 ) -> None:
     """Compile them, several at once: XLA uses one processor for most of what it does.
 
-    Those that another worker is compiling come last. more, kept: see Program.compile. Raises what
-    the first one that failed raised; those not yet begun are left.
+    A mesh over several processes compiles them one by one, at the same time in each. Those that
+    another worker is compiling come last. Raises what the first one that failed raised; those not
+    yet begun are left.
+    more: XLA's options besides our own. kept: a cache that may have executables.
     """
-    # Processes that share a mesh may have to talk to each other while they compile a program.
-    together = 1 if jax.process_count() > 1 else processors.available()
-    left, numbers = deque((program, False) for program in programs), count(1)
+    recipes = [program.recipe(more) for program in programs]
+    sought = [kept.seek(recipe) if kept else Sought(recipe, "") for recipe in recipes]
+    if jax.process_count() > 1:
+        _compile_together(programs, sought, kept)
+        return
+    left = deque((*both, False) for both in zip(programs, sought, strict=True))
+    numbers = count(1)
 
     def work() -> None:
         while True:
             try:
-                program, wait = left.popleft()
+                program, asked, wait = left.popleft()
             except IndexError:
                 return
             try:
-                program.compile(more, kept, wait)
+                if kept is None:
+                    program.compiled = asked.recipe.compile()
+                else:
+                    program.compiled, program.was_kept = kept.get(asked, wait)
             except Busy:
-                left.append((program, True))
+                left.append((program, asked, True))
                 continue
             except BaseException:
                 left.clear()
                 raise
-            done = "loaded" if program.was_kept else "compiled"
-            log.info("%s %d/%d %s", done, next(numbers), len(programs), program.name)
+            _log(program, next(numbers), len(programs))
 
-    num_threads = min(together, _MOST_COMPILING, len(programs))
+    num_threads = min(processors.available(), _MOST_COMPILING, len(programs))
     for done in [in_daemon_thread(work, "compile") for _ in range(num_threads)]:
         done.result()
+
+
+def _compile_together(
+    programs: Sequence[Program], sought: Sequence[Sought], kept: ExecutableCache | None
+) -> None:
+    """Load, in each process of the mesh, what all have of one compilation; compile the rest.
+
+    Processes may talk to each other while they compile a program, so none may leave it out alone.
+    """
+    here = [" ".join(kept.compilations(asked)) if kept else "" for asked in sought]
+    told = texts_of_all("\n".join([secrets.token_hex(8), *here]))
+    rows = [text.split("\n") for text in told]
+    failed = []
+    for i, (program, asked) in enumerate(zip(programs, sought, strict=True)):
+        common = set.intersection(*(set(row[i + 1].split()) for row in rows))
+        found = kept.load_part(asked, max(common)) if kept and common else None
+        if found is None:
+            failed.append(str(i))
+        else:
+            program.compiled, program.was_kept = found, True
+    to_compile = {int(i) for text in texts_of_all(" ".join(failed)) for i in text.split()}
+    name = rows[0][0]
+    for i, (program, asked) in enumerate(zip(programs, sought, strict=True)):
+        if i in to_compile:
+            program.was_kept = False
+            program.compiled = kept.compile_part(asked, name) if kept else asked.recipe.compile()
+        _log(program, i + 1, len(programs))
+
+
+def _log(program: Program, number: int, count: int) -> None:
+    done = "loaded" if program.was_kept else "compiled"
+    log.info("%s %d/%d %s", done, number, count, program.name)
 
 
 def abstract_like(tree: Any) -> Any:

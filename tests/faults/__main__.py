@@ -40,6 +40,9 @@ def main() -> int:
             metavar="FLAG",
             help=f"of every {role} worker, as --{role}-flag=--tp-size=2; may be repeated",
         )
+        parser.add_argument(
+            f"--{role}-nnodes", type=int, default=1, help=f"processes of each {role} worker"
+        )
     parser.add_argument("--json", type=Path, help="write what was seen of each fault here")
     args = parser.parse_args()
     begun_s = time.monotonic()
@@ -52,6 +55,7 @@ def main() -> int:
         print(f"{at_s:7.1f} s  {strike.fault} -> {strike.target}, hit {strike.hit}", flush=True)
 
     words: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in ("json", *SIZES)}
+    words["nodes"] = {role: words.pop(f"{role}_nnodes") for role in SIZES}
     words["sizes"] = {role: (*SIZES[role], *getattr(args, role)) for role in SIZES}
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -16,7 +16,7 @@ from tests.faults.notices import Notices, Strike
 from tests.faults.plan import FRAME_PHASES, LONG_HANG_S, Fault, Means, draw_fault
 from tests.faults.proxy import Harm, Pair, Trap
 from tests.faults.system import START_TIMEOUT_S, System, until
-from tests.faults.traffic import CLIENT_TIMEOUT_S, Flight, Traffic
+from tests.faults.traffic import CLIENT_TIMEOUT_S, NUM_ASKS, Flight, Traffic
 
 AIM_TIMEOUT_S = 4.0
 REST_TIMEOUT_S = 30.0
@@ -39,12 +39,18 @@ class Campaign:
     """Faults of one seed on one system, which has been started."""
 
     def __init__(
-        self, system: System, seed: int, means: Means, num_clients: int, settle_every: int
+        self,
+        system: System,
+        seed: int,
+        means: Means,
+        num_clients: int,
+        settle_every: int,
+        num_asks: int = NUM_ASKS,
     ) -> None:
         self.system = system
         self.seed = seed
         self.findings: list[str] = []
-        self.traffic = Traffic(system, seed, self.findings.append, num_clients)
+        self.traffic = Traffic(system, seed, self.findings.append, num_clients, num_asks)
         self.notices = Notices(system, self.traffic)
         self.settled_s: list[float] = []
         self._means = means
@@ -157,9 +163,9 @@ class Campaign:
             case "kill":
                 target.kill()
             case "term":
-                target.terminate()
+                target.leader.terminate()
             case "int":
-                target.terminate(signal.SIGINT)
+                target.leader.terminate(signal.SIGINT)
             case "hang" | "hang_kill":
                 target.freeze()
                 self._soon(self._end_hang(fault, target))
@@ -242,7 +248,7 @@ class Campaign:
         left: list[str] = []
         until_s = time.monotonic() + REST_TIMEOUT_S
         while time.monotonic() < until_s:
-            left = _left(await self.system.info(api), api)
+            left = _left(await self.system.info(api), api, len(self.system.workers()))
             if not left:
                 return
             await asyncio.sleep(0.1)
@@ -316,10 +322,10 @@ def _harm_of(fault: Fault, pair: Pair, target: str) -> Harm:
     return _harm(fault)
 
 
-def _left(info: dict[str, Any], api: str) -> list[str]:
+def _left(info: dict[str, Any], api: str, num_workers: int) -> list[str]:
     """What an API process and the workers still hold."""
     left = [f"{api}: {name} {info[name]}" for name in ("running", "queued") if info[name]]
-    if not info["ready"] or len(info["workers"]) < 4:
+    if not info["ready"] or len(info["workers"]) < num_workers:
         left.append(f"{api}: sees {len(info['workers'])} workers")
     for worker in info["workers"]:
         if "error" in worker:

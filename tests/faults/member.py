@@ -18,6 +18,7 @@ from transfer.flags import LIFELINE_ENV
 
 KEPT_LINES = 400
 TOKEN = "a-token-for-the-faults"
+ODD_ENDS_S = 30.0  # after a fault, until which nodes of its worker may end by themselves
 READY = {
     "registry": "registry is ready on",
     "prefill": "is ready",
@@ -51,6 +52,8 @@ class Trouble:
 class Member:
     """A `kvferry` command that may be started any number of times.
 
+    A worker of several nodes has a member for each; what is done to one is felt by all of them.
+
     hear: called for each line, from the member's reader thread.
     """
 
@@ -62,10 +65,14 @@ class Member:
         hear: Callable[[Line], None],
         lifeline_fd: int,
         inside: Sequence[str] = (),
+        leader: "Member | None" = None,
+        few_steps: bool = False,
     ) -> None:
         """command: what follows `python -m`. inside: its prefix, such as `ip netns exec NAME`.
 
         lifeline_fd: it ends when the other end of this pipe is closed.
+        leader: node 0 of the same worker, if this is another of its nodes.
+        few_steps: see tests/compiling.py.
         """
         self.name = name
         self.role = role
@@ -74,9 +81,14 @@ class Member:
         self.ready = False
         self.frozen = False
         self.troubles: list[Trouble] = []
+        self.leader = leader or self
+        self.nodes: list[Member] = [] if leader is None else leader.nodes
+        self.nodes.append(self)
+        self._started_s = 0.0
         self._argv = (*inside, sys.executable, "-m", *command)
         self._hear = hear
         self._lifeline_fd = lifeline_fd
+        self._few_steps = few_steps
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
 
@@ -86,12 +98,13 @@ class Member:
 
     @property
     def up(self) -> bool:
-        """Whether it is working now."""
-        return self.alive and self.ready and not self.frozen
+        """Whether it, and every other node of its worker, is working now."""
+        return all(node.alive and node.ready and not node.frozen for node in self.nodes)
 
     def start(self) -> None:
         assert not self.alive, f"{self.name} runs already"
         self.life += 1
+        self._started_s = time.monotonic()
         self.ready = self.frozen = False
         self._process = subprocess.Popen(
             self._argv,
@@ -99,7 +112,7 @@ class Member:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={
-                **environment(),
+                **environment(few_steps=self._few_steps),
                 "KVFERRY_CLUSTER_TOKEN": TOKEN,
                 LIFELINE_ENV: str(self._lifeline_fd),
             },
@@ -138,15 +151,23 @@ class Member:
             self.troubles[-1].end_s = time.monotonic()
 
     def hurt(self, start_s: float, end_s: float = math.inf) -> list[Trouble]:
-        """What happened to it between these times."""
-        return [trouble for trouble in self.troubles if trouble.touches(start_s, end_s)]
+        """What happened to it, or to another node of its worker, between these times."""
+        told = [trouble for node in self.nodes for trouble in node.troubles]
+        return [trouble for trouble in told if trouble.touches(start_s, end_s)]
 
     def odd_end(self) -> list[str]:
-        """What is wrong with how it ended; if told to end, it must exit with code 0."""
+        """What is wrong with how it ended; if told to end, it must exit with code 0.
+
+        A node may end by itself when one of its worker was hurt, or was not back yet. JAX then ends
+        some by SIGABRT.
+        """
         last = self.troubles[-1] if self.troubles else None
         told = last.kind if last is not None and last.end_s == math.inf else ""
         code = self.exit_code()
         if code is None or told == "kill" or (told == "term" and code == 0):
+            return []
+        others = self.hurt(self._started_s - ODD_ENDS_S) if len(self.nodes) > 1 else []
+        if others and code in (0, 1, -signal.SIGABRT):
             return []
         said = self.lines[-1].text if self.lines else ""
         return [f"{self.name} ended with {code}, told to: {told or 'nothing'}; at last: {said}"]

@@ -76,7 +76,7 @@ class Notices:
             strike.seen_by = {
                 api.name: api.life
                 for api in system.named("api")
-                if api.up and target in system.open[api.name]
+                if api.up and member.leader.name in system.open[api.name]
             }
         self.strikes.append(strike)
         return strike
@@ -89,7 +89,8 @@ class Notices:
                 continue
             found = _BROKE.search(line.text)
             of_pages = strike.fault.role == "link" and _PAGES_LOST.search(line.text)
-            if not (of_pages or (found and found[1] == strike.target)):
+            worker = self._system.members[strike.target].leader.name
+            if not (of_pages or (found and found[1] == worker)):
                 continue
             if not self._system.members[line.member].hurt(strike.at_s):
                 strike.noticed.setdefault(line.member, line.at_s - strike.at_s)

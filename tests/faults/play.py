@@ -14,6 +14,7 @@ from tests.faults.network import Loopback, Namespaces, why_no_namespaces, why_no
 from tests.faults.notices import Strike
 from tests.faults.plan import Means
 from tests.faults.system import SIZES, System
+from tests.faults.traffic import NUM_ASKS
 
 
 @dataclass
@@ -65,11 +66,14 @@ async def play(
     long_share: float = 0.3,
     model: Path | None = None,
     sizes: Mapping[str, tuple[str, ...]] = SIZES,
+    nodes: Mapping[str, int] | None = None,
+    few_steps: bool = False,
+    num_asks: int = NUM_ASKS,
     tell: Callable[[Strike], None] = lambda strike: None,
 ) -> Played:
     """Start a system, inject faults, stop it. Raises Broken; RuntimeError without namespaces.
 
-    model, sizes: see System.
+    model, sizes, nodes, few_steps: see System. num_asks: different requests.
     """
     is_apart = network == "namespaces"
     if is_apart and (why := why_no_namespaces()):
@@ -80,6 +84,8 @@ async def play(
         backend=backend,
         model=model,
         sizes=sizes,
+        nodes=nodes,
+        few_steps=few_steps,
         network=Namespaces() if is_apart else Loopback(),
         on_line=lambda line: [hear(line) for hear in listeners].clear(),
     )
@@ -92,7 +98,7 @@ async def play(
     begun_s = time.monotonic()
     try:
         await system.start()
-        campaign = Campaign(system, seed, means, clients, settle_every)
+        campaign = Campaign(system, seed, means, clients, settle_every, num_asks)
         listeners.append(campaign.hear)
         await campaign.run(faults, tell)
     finally:

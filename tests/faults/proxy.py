@@ -42,14 +42,14 @@ class Trap:
 class Pair:
     """The two ends of a connection, and when a frame of which room passed there."""
 
-    sender: str
+    sender: str  # a node of prefill, named as in System
     decode: str
     room: int
     at_s: float  # monotonic
 
 
 class Proxy:
-    """Stands in front of one decode worker's data port."""
+    """Stands in front of a decode node's data port. decode: the node, named as in System."""
 
     def __init__(self, decode: str, target_port: int) -> None:
         self.decode = decode
@@ -165,7 +165,8 @@ class _Passage:
     def _note(self, frame: Frame, rest: bytes) -> None:
         self._proxy.counts[frame.kind.name] += 1
         if frame.kind is Kind.HELLO:
-            self._sender = wire.decode(rest[: frame.meta_len], Hello).sender_id
+            hello = wire.decode(rest[: frame.meta_len], Hello)
+            self._sender = hello.sender_id + (f".{hello.node}" if hello.node else "")
         if frame.kind is Kind.FINISH:
             decode = self._proxy.decode
             self._proxy.last_finish = Pair(self._sender, decode, frame.room, time.monotonic())

@@ -31,6 +31,11 @@ SIZES = {
         "--speculative-algorithm=NGRAM",
     ),
 }
+# For workers that start often, on however many cores there are.
+FEW_PROGRAMS = {
+    "prefill": ("--chunked-prefill-size=32", "--max-seqs-per-chunk=1"),
+    "decode": ("--max-running-requests=4", "--max-total-tokens=1024"),
+}
 REQUEST_TIMEOUT_S = 120.0
 _OPEN = re.compile(r"worker (\S+) is open")
 _BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
@@ -53,15 +58,21 @@ class System:
         apis: int = 2,
         model: Path | None = None,
         sizes: Mapping[str, tuple[str, ...]] = SIZES,
+        nodes: Mapping[str, int] | None = None,
+        few_steps: bool = False,
         on_line: Callable[[Line], None] = lambda line: None,
     ) -> None:
         """workers: of each role. prefills: if more than workers. model: default the demo model.
 
-        sizes: flags of each role.
+        sizes: flags of each role. nodes: of how many processes a worker of a role consists; they
+        then have as many devices (`--tp-size`), unless `sizes` says otherwise.
+        few_steps: see tests/compiling.py.
 
         on_line: called on the event loop.
         """
         self._sizes = sizes
+        self._few_steps = few_steps
+        self._nodes = dict.fromkeys(SIZES, 1) | dict(nodes or {})
         self._model = model or demo_model_path()
         self.folder = folder
         self.members: dict[str, Member] = {}
@@ -89,6 +100,10 @@ class System:
     def named(self, role: str) -> list[Member]:
         return [member for member in self.members.values() if member.role == role]
 
+    def workers(self) -> list[Member]:
+        """Every worker's leader."""
+        return [m for role in SIZES for m in self.named(role) if m.leader is m]
+
     def uds(self, api: str) -> Path:
         return self.folder / f"{api}.sock"
 
@@ -104,7 +119,7 @@ class System:
 
     async def whole(self) -> None:
         """Wait until all processes are up, and every API process sees every worker."""
-        workers = {m.name for m in self.members.values() if m.role in ("prefill", "decode")}
+        workers = {member.name for member in self.workers()}
 
         def is_whole() -> bool:
             return all(m.up for m in self.members.values()) and all(
@@ -179,26 +194,41 @@ class System:
                 member.start()
             await asyncio.sleep(0.05)
 
-    def _add(self, name: str, role: str, words: list[str], inside: tuple[str, ...] = ()) -> None:
+    def _add(self, name: str, role: str, words: list[str], leader: Member | None = None) -> None:
         host = self.network.host_of(name)
         words = [*words, *([] if role == "api" else [f"--host={host}"])]
         inside = self.network.inside(name)
         command = ["serving.launch", *words]
         if name in self.proxies:
             command = ["tests.faults.behind_proxy", self._proxy_address(name), *words]
-        self.members[name] = Member(name, role, command, self._hear, self._lifeline_fd, inside)
+        told = self._hear, self._lifeline_fd, inside, leader, self._few_steps
+        self.members[name] = Member(name, role, command, *told)
 
     def _add_worker(self, role: str, number: int) -> None:
-        name = f"{role}-{number}"
+        """Add all nodes of a worker: `decode-0`, which leads, and `decode-0.1` to be led by it."""
+        worker, nnodes, meeting = f"{role}-{number}", self._nodes[role], free_port()
+        for rank in range(nnodes):
+            words = []
+            if nnodes > 1:
+                words = [
+                    f"--nnodes={nnodes}",
+                    f"--node-rank={rank}",
+                    f"--dist-init-addr={self.network.host_of(worker)}:{meeting}",
+                    f"--tp-size={nnodes}",
+                ]
+            name = f"{worker}.{rank}" if rank else worker
+            self._add_node(role, name, [f"--worker-id={worker}", *words], self.members.get(worker))
+
+    def _add_node(self, role: str, name: str, words: list[str], leader: Member | None) -> None:
         words = [
             role,
             f"--model-path={self._model}",
             f"--registry-address={self._registry}",
-            f"--worker-id={name}",
             f"--port={free_port()}",
             f"--context-length={CONTEXT}",
             "--page-size=16",
             f"--disaggregation-transfer-backend={self._backend}",
+            *words,
             *self._sizes[role],
         ]
         if role == "prefill":
@@ -208,7 +238,7 @@ class System:
             words.append(f"--data-port={port}")
             if self._backend == "tcp" and isinstance(self.network, Loopback):
                 self.proxies[name] = Proxy(name, port)
-        self._add(name, role, words)
+        self._add(name, role, words, leader)
 
     def _add_api(self, number: int) -> None:
         name = f"api-{number}"

@@ -7,6 +7,7 @@ import pytest
 from tests.faults.network import why_no_namespaces
 from tests.faults.plan import ON_FRAMES, ON_PROCESS, Means, draw_fault
 from tests.faults.play import play
+from tests.faults.system import FEW_PROGRAMS
 from tests.model.harness import GOLDENS
 
 MEANS = Means(frames=True, namespaces=False, netem=False, long_share=0.1)
@@ -32,20 +33,26 @@ async def test_fifty_faults_on_real_processes_change_no_token(tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 async def test_faults_between_workers_that_share_memory_change_no_token(tmp_path: Path) -> None:
-    """Half of the network's layers have a window, and pages of their own."""
+    """Half of the network's layers have a window, with pages of their own; decode has two nodes."""
     played = await play(
         tmp_path,
-        faults=12,
-        seed=110,
+        faults=8,
+        seed=1206,
         backend="shm",
-        settle_every=12,
+        clients=3,
+        settle_every=8,
         long_share=0.0,
         model=GOLDENS / "gpt_oss" / "model",
+        sizes=FEW_PROGRAMS,
+        nodes={"decode": 2},
+        few_steps=True,
+        num_asks=8,
     )
-    assert len(played.strikes) == 12
+    assert len(played.strikes) == 8
     assert played.ends["done"]
     kinds = {(strike.fault.kind, strike.fault.role) for strike in played.strikes}
     assert kinds >= {("kill", "prefill"), ("kill", "decode")}
+    assert played.strikes[0].target == "decode-0.1"
     assert any(strike.moved for strike in played.strikes)
 
 

@@ -19,6 +19,10 @@ class Member:
     life: int = 1
     up: bool = True
 
+    @property
+    def leader(self) -> "Member":
+        return self
+
     def hurt(self, *_: float) -> list[Any]:
         return []
 

@@ -8,16 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.faults.system import System, until
+from tests.faults.system import FEW_PROGRAMS, System, until
 from tests.faults.traffic import Traffic
 from tests.serving.commands import MODEL
 
 PATIENCE_S = 60.0
-# Few programs to compile: workers start seven times, on however many cores there are.
-SIZES = {
-    "prefill": ("--chunked-prefill-size=32", "--max-seqs-per-chunk=1"),
-    "decode": ("--max-running-requests=4", "--max-total-tokens=1024"),
-}
 
 
 class Load:
@@ -55,7 +50,7 @@ async def moves(system: System) -> float:
 @pytest.mark.timeout(240)
 async def test_workers_killed_under_load_and_replaced_change_no_token(tmp_path: Path) -> None:
     system = System(
-        tmp_path, backend="shm", workers=2, prefills=3, apis=1, model=MODEL, sizes=SIZES
+        tmp_path, backend="shm", workers=2, prefills=3, apis=1, model=MODEL, sizes=FEW_PROGRAMS
     )
     load = Load(system)
     try:

@@ -12,12 +12,12 @@ from model import devices, opening
 from model.errors import ModelError
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def prepared(monkeypatch: pytest.MonkeyPatch, meeting_host: str = "") -> dict[str, Any]:
     """What gets set in this environment; this process's own JAX is left alone."""
     told: dict[str, Any] = {}
     with monkeypatch.context() as inside:
         inside.setattr(jax.config, "update", told.__setitem__)
-        devices.prepare_devices(3)
+        devices.prepare_devices(3, meeting_host)
     assert told["jax_num_cpu_devices"] == 3
     assert told["jax_enable_x64"] is False
     return told
@@ -71,3 +71,18 @@ def test_a_gpu_that_cannot_convert_codes_is_refused() -> None:
         ModelError, match=r"A100 has compute capability 8\.0; .* need 8\.9 or later"
     ):
         opening.check_reads_codes([old])
+
+
+def test_a_mesh_over_processes_has_no_cache_of_jax_and_none_at_all_where_the_user_wants_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/own")
+    monkeypatch.setenv(devices._SPARED, "")
+    told = prepared(monkeypatch, "10.0.0.3")
+    assert told["jax_enable_compilation_cache"] is False
+    assert "jax_compilation_cache_dir" not in told
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert prepared(monkeypatch, "10.0.0.3")["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)

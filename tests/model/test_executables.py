@@ -452,11 +452,6 @@ def test_nothing_is_loaded_from_a_folder_of_another_user(
         cache.check_owner()
 
 
-def test_nothing_is_kept_of_a_mesh_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert ExecutableCache.beside_compiled() is None
-
-
 def test_nothing_is_kept_by_flags_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "/some/file")
     assert ExecutableCache.beside_compiled() is None

@@ -1,6 +1,7 @@
 """Real workers over several processes: a node that hangs is a pause, and all can leave."""
 
 import os
+import re
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,9 @@ def test_a_node_that_hangs_is_a_pause_and_all_of_its_group_come_back() -> None:
         assert [worker["compiles_after_ready"] for worker in workers] == [0] * len(workers)
         assert [worker["pages_held"] for worker in workers] == [0] * len(workers)
         assert max(w["epoch"] for w in workers if w["role"] == "decode") > epoch
+        said = cluster.log.read_text()
+        for node in ("decode-0", "decode-0.1", "decode-0.2"):  # that came back
+            assert re.search(rf"^\[{node}\] .* loaded 1/", said, re.MULTILINE)
 
 
 def _num_links(cluster: Cluster) -> dict[str, float]:

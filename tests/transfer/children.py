@@ -74,8 +74,8 @@ def said(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def tell(process: "subprocess.Popen[str]") -> None:
+def tell(process: "subprocess.Popen[str]", line: str = "") -> None:
     """Send the process a line to read."""
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(f"{line}\n")
     process.stdin.flush()
