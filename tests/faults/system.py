@@ -37,6 +37,7 @@ FEW_PROGRAMS = {
     "decode": ("--max-running-requests=4", "--max-total-tokens=1024"),
 }
 REQUEST_TIMEOUT_S = 120.0
+GROUPS_AWAY_S = 90.0
 _OPEN = re.compile(r"worker (\S+) is open")
 _BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 
@@ -251,6 +252,8 @@ class System:
             f"--request-timeout={REQUEST_TIMEOUT_S}",
             "--served-model-name=demo_model",
         ]
+        if max(self._nodes.values()) > 1:  # which on a busy host may all be away for long
+            words.append(f"--queue-timeout={GROUPS_AWAY_S}")
         self._add(name, "api", words)
 
     def _proxy_address(self, name: str) -> str:
