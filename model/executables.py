@@ -45,6 +45,7 @@ _FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32", *proc
 _ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
 _DAY_S: Final = 86400.0
+_MOST_PARTS: Final = 4  # of one program
 _FORGOTTEN_S: Final = 30 * _DAY_S
 _NAME = re.compile(rb"[0-9a-f]{64}")
 _DIGEST_BYTES = 32
@@ -62,7 +63,7 @@ class Recipe(NamedTuple):
 
     def compile(self) -> jax.stages.Compiled:
         """Compile it with JAX and its cache alone."""
-        lowered = jax.jit(self.function, donate_argnums=self.donate).lower(*self.args)
+        lowered = _lowered(self)
         return self.compiled(lowered, lowered.as_text())
 
     def compiled(self, lowered: jax.stages.Lowered, text: str) -> jax.stages.Compiled:
@@ -105,6 +106,9 @@ class Busy(Exception):
 
 class ExecutableCache:
     """A folder of executables, filed by their programs' text, with an index by fingerprint.
+
+    A mesh over several processes compiles a program in all of them at the same time. Each such
+    *compilation* has a name, and each process keeps its own *part* of what came of it.
 
     After a change to our sources, a program that stays the same costs one lowering. Trouble with
     the folder costs only time, and is logged.
@@ -215,7 +219,7 @@ class ExecutableCache:
         return [path.name.removeprefix(start) for path in here]
 
     def load_part(self, sought: Sought, compilation: str) -> jax.stages.Compiled | None:
-        """The program by that compilation; None if it cannot be loaded: it is not offered again."""
+        """The program by that compilation; None if it cannot be loaded, and then it is removed."""
         name = f"part-{sought.digest}-{compilation}"
         found = self._load(name, sought.recipe.args)
         if found is None and self._writes:
@@ -228,9 +232,18 @@ class ExecutableCache:
         lowered = _lowered(sought.recipe)
         compiled = sought.recipe.compiled(lowered, lowered.as_text())
         gives = _told(lowered) if sought.digest and self._writes else ""
-        if gives:
-            self._save(f"part-{sought.digest}-{compilation}", compiled, gives)
+        if gives and self._save(f"part-{sought.digest}-{compilation}", compiled, gives):
+            self._remove_parts(sought.digest)
         return compiled
+
+    def _remove_parts(self, digest: str) -> None:
+        """Remove parts of a program but the last few: a node that keeps none has all compile."""
+        try:
+            parts = self._folder.glob(f"part-{digest}-*")
+            for path in sorted(parts, key=lambda part: part.stat().st_mtime)[:-_MOST_PARTS]:
+                path.unlink(missing_ok=True)
+        except OSError as error:  # a node that shares the folder removed it
+            log.info("parts of earlier compilations are not all removed: %s", error)
 
     def _found(self, asked: Path, recipe: Recipe) -> jax.stages.Compiled | None:
         named = self._read(asked) or b""

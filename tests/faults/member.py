@@ -166,7 +166,8 @@ class Member:
         code = self.exit_code()
         if code is None or told == "kill" or (told == "term" and code == 0):
             return []
-        others = self.hurt(self._started_s - ODD_ENDS_S) if len(self.nodes) > 1 else []
+        since_s = time.monotonic() if self.ready else self._started_s
+        others = self.hurt(since_s - ODD_ENDS_S) if len(self.nodes) > 1 else []
         if others and code in (0, 1, -signal.SIGABRT):
             return []
         said = self.lines[-1].text if self.lines else ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults import notices
+from tests.faults import member, notices
 from tests.faults.member import Line
 from tests.faults.notices import SILENCE_NOTICED_S, Notices
 from tests.faults.plan import Fault
@@ -95,3 +95,24 @@ def test_a_connection_whose_room_was_preempted_may_stall_unnoticed(
     text = f"f1 is preempted in room {room}: older requests need its pages"
     heard.hear(Line("decode-0", 1, at_s, text))
     assert len(heard.overdue(stall, 0.0)) == num_found
+
+
+def test_a_node_that_ends_long_after_a_fault_of_its_worker_has_no_excuse() -> None:
+    """While it starts, what happened before excuses it: the others may still have been ending."""
+    leader, other = _nodes()
+    other.freeze()
+    other.thaw()
+    assert leader.odd_end() == []  # exit code 1, at once
+    (trouble,) = other.troubles
+    trouble.start_s -= 2 * member.ODD_ENDS_S
+    trouble.end_s -= 2 * member.ODD_ENDS_S
+    assert leader.odd_end() == ["decode-0 ended with 1, told to: nothing; at last: "]
+
+
+def _nodes() -> tuple[member.Member, member.Member]:
+    """Two nodes that were ready; the first has ended."""
+    leader = member.Member("decode-0", "decode", (), lambda _: None, 0)
+    other = member.Member("decode-0.1", "decode", (), lambda _: None, 0, leader=leader)
+    leader.exit_code = lambda: 1  # type: ignore[method-assign]
+    leader.ready = other.ready = True
+    return leader, other

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from model import fingerprint, members
 from model.devices import prepare_devices
-from model.executables import ExecutableCache
+from model.executables import _MOST_PARTS, ExecutableCache
 from model.programs import Program, compile_all
 from model.sharding import make_mesh
 from tests.ports import free_port
@@ -28,8 +28,8 @@ NUM = 3  # programs
 WANT = [6.0 + i for i in range(NUM)]
 
 
-def sum_of(more: int) -> Callable[[jax.Array], jax.Array]:
-    def total(row: jax.Array) -> jax.Array:
+def sum_of(more: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def total(row: jax.Array, unused: jax.Array) -> jax.Array:
         return jnp.sum(row) + jnp.float32(more)
 
     return total
@@ -44,10 +44,18 @@ def node(rank: str, address: str) -> None:
     sharding = NamedSharding(make_mesh(4, 1), P("tensor"))
     row = jax.make_array_from_callback((4,), sharding, np.arange(4, dtype=np.float32).__getitem__)
     for folder in map(str.strip, sys.stdin):
-        programs = [Program(f"sum {i}", sum_of(i), [row]) for i in range(NUM)]
+        programs = [Program(f"sum {i}", sum_of(i), [row, row]) for i in range(NUM)]
         compile_all(programs, kept=ExecutableCache(Path(folder)) if folder else None)
-        sums = [float(np.asarray(program(row).addressable_data(0))) for program in programs]
-        print(_TOLD, json.dumps([sums, [program.was_kept for program in programs]]), flush=True)
+        sums = [float(np.asarray(program(row, row).addressable_data(0))) for program in programs]
+        takes = [argument_bytes(program) for program in programs]
+        kept = [program.was_kept for program in programs]
+        print(_TOLD, json.dumps([sums, kept, takes]), flush=True)
+
+
+def argument_bytes(program: Program) -> int:
+    memory = program.compiled.memory_analysis()
+    assert memory is not None
+    return int(memory.argument_size_in_bytes)
 
 
 Nodes = list["subprocess.Popen[str]"]
@@ -62,11 +70,14 @@ def nodes() -> Iterator[Nodes]:
 
 
 def started(nodes: Nodes, *folders: Path | str) -> list[bool]:
-    """Whether each program came from the folders: the same at both nodes, with the same results."""
+    """Whether each program came from the folders.
+
+    Both nodes have the same programs, also if one keeps none, with the same results.
+    """
     for node, folder in zip(nodes, folders, strict=True):
         tell(node, str(folder))
-    (sums, kept), other = map(_told, nodes)
-    assert [sums, kept] == other
+    (sums, kept, takes), other = map(_told, nodes)
+    assert [sums, kept, takes] == other
     assert sums == WANT
     return list(map(bool, kept))
 
@@ -112,6 +123,7 @@ def test_parts_of_two_compilations_are_not_used_together(nodes: Nodes, tmp_path:
 
 
 def test_a_node_that_keeps_nothing_has_all_compile(nodes: Nodes, tmp_path: Path) -> None:
-    for _ in range(2):
+    for _ in range(_MOST_PARTS + 2):
         assert started(nodes, tmp_path, "") == [False] * NUM
+    assert len(parts(tmp_path)) == _MOST_PARTS * NUM  # however often it is started
     assert started(nodes, "", "") == [False] * NUM
