@@ -56,6 +56,7 @@ class _Expected:
     delivered: bytearray  # 1 for each delivered page
     runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
     feeders: "dict[Feeder, bool]" = field(default_factory=dict)  # whether it has sent FINISH
+    num_senders: int = 0  # as the first FINISH says; 0: none came
     finished: bool = False
     spoiled: bool = False  # a frame was refused, so the sender gives the room up
 
@@ -270,17 +271,34 @@ class Inbound:
     def finish(self, frame: Frame, feeder: Feeder, num_senders: int) -> bool:
         """Take a checked FINISH; whether it is the last of num_senders, one from each node.
 
-        Raises FrameRefused when pages are missing then.
+        Raises FrameRefused when pages are missing then, or for a number that cannot be.
         """
         expected = self._rooms[frame.room]
-        is_last = num_senders == 1 or sum(expected.feeders.values()) + 1 >= num_senders
         missing = expected.delivered.count(0)
+        self._check_num_senders(expected, num_senders, missing)
+        is_last = num_senders == 1 or sum(expected.feeders.values()) + 1 >= num_senders
         if is_last and missing:
             raise FrameRefused(f"order: FINISH with {missing} pages missing")
+        expected.num_senders = num_senders
         expected.feeders[feeder] = True
         self._settled(feeder)
         expected.finished = is_last
         return is_last
+
+    def _check_num_senders(self, expected: _Expected, num_senders: int, missing: int) -> None:
+        """Raises FrameRefused for a number with which the room would wait for nodes for ever."""
+        least = most = len(expected.feeders)
+        if missing or not expected.num_pages:
+            most = len(expected.shards) * self._local_heads
+        # Otherwise no further node can come: each sends at least one head of every page.
+        if not least <= num_senders <= most:
+            raise FrameRefused(
+                f"malformed: FINISH with num_senders {num_senders}, expected {least} to {most}"
+            )
+        if expected.num_senders not in (0, num_senders):
+            raise FrameRefused(
+                f"malformed: FINISH with num_senders {num_senders}, before {expected.num_senders}"
+            )
 
     def _new_run(self, num_pages: int, num_shards: int) -> _Run:
         # Memory that is never written costs nothing: a payload of a whole shard replaces it.

@@ -53,9 +53,10 @@ class Nodes:
             grant = self.grant(room, part, pages.shape[2])
             self.senders[node].send_pages(grant, 0, [shard], part.runs, frame_pages)
 
-    def finish(self, node: int, room: int) -> None:
+    def finish(self, node: int, room: int, num_senders: int = 0) -> None:
+        """num_senders: what it says; 0: what is so."""
         for part in self.parts[node]:
-            first = FirstToken(7, 0, 12, num_senders=part.num_senders)
+            first = FirstToken(7, 0, 12, num_senders=num_senders or part.num_senders)
             self.senders[node].finish(self.grant(room, part), first)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -134,6 +135,67 @@ def test_the_last_node_is_refused_if_pages_of_any_are_missing(open_ends: Open) -
     nodes.finish(1, 1)
     nodes.until(lambda: nodes.kinds() == [("nacked", 1)])
     assert nodes.num_finished() == 0
+
+
+def serves_another_room(nodes: Nodes) -> None:
+    nodes.expect(2, 3)
+    for node in range(len(nodes.senders)):
+        nodes.send(node, 2, logical_pages(3))
+        nodes.finish(node, 2)
+    nodes.until(lambda: nodes.num_finished() == 1)
+    assert [room for room, _ in nodes.receivers[0].diary.finished] == [2]
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_senders", "why"),
+    [
+        (2, 5, "num_senders 5, expected 1 to 4"),  # more than there are heads
+        (2, 1 << 30, "num_senders 1073741824, expected 1 to 4"),
+        (3, 2, "num_senders 2, expected 1 to 1"),  # of which one would have sent nothing
+    ],
+)
+def test_a_node_that_tells_of_more_senders_than_there_can_be_is_refused(
+    open_ends: Open, num_pages: int, num_senders: int, why: str
+) -> None:
+    nodes, pages = Nodes(open_ends, 1, 1), logical_pages(3)
+    nodes.expect(1, 3)
+    nodes.send(0, 1, pages[:, :, :num_pages])
+    nodes.finish(0, 1, num_senders)
+    nodes.until(lambda: nodes.kinds() == [("nacked", 1)])
+    assert why in nodes.ends[0].diary.events[0].message
+    assert nodes.receivers[0].receiver.counters["refused_malformed"] == 1
+    serves_another_room(nodes)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "said", "why"),
+    [
+        # The other node's last page is still to come when the first has finished.
+        (2, (3, 2), "num_senders 2, before 3"),
+        (2, (3, 3), "num_senders 3, expected 2 to 2"),
+        (3, (2, 1), "num_senders 1, expected 2 to 2"),
+    ],
+)
+def test_nodes_that_disagree_about_how_many_they_are_are_refused(
+    open_ends: Open, num_pages: int, said: tuple[int, int], why: str
+) -> None:
+    nodes, pages = Nodes(open_ends, 2, 1), logical_pages(3)
+    nodes.expect(1, 3)
+    nodes.send(0, 1, pages)
+    nodes.send(1, 1, pages[:, :, :num_pages])
+    receiver = nodes.receivers[0].receiver
+    nodes.until(lambda: receiver.counters["frames"] == 2 + num_pages - 1)
+    nodes.finish(0, 1, said[0])
+    nodes.until(lambda: receiver._inbound._rooms[1].num_senders == said[0])
+    if num_pages < 3:
+        rest = sharded(pages[:, :, num_pages:], 4, 2, ml_dtypes.bfloat16)[1]
+        (part,) = nodes.parts[1]
+        nodes.senders[1].send_pages(nodes.grant(1, part), num_pages, [rest], part.runs, 2)
+    nodes.finish(1, 1, said[1])
+    nodes.until(lambda: nodes.kinds() == [("nacked", 1)])
+    assert any(why in event.message for each in nodes.ends for event in each.diary.events)
+    assert receiver.counters["refused_malformed"] == 1
+    serves_another_room(nodes)
 
 
 def test_a_second_connection_of_the_same_node_is_foreign(open_ends: Open) -> None:
