@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from transfer.backend import Arrived, PagesArrived
+from transfer.errors import TransferError
 from transfer.gathered import RunEngine
 from transfer.inbound import Receiver
 from transfer.layout import Nodes
@@ -23,8 +24,8 @@ class _Room:
 
     rank: int
     nodes: frozenset[int]  # that have shards of the rank
-    # By first page and number of pages: at which of the nodes.
-    arrived: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    # Where several have, by first page: the number of pages, and which of the nodes have them.
+    arrived: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
 
 
@@ -76,14 +77,24 @@ class Receiving:
         return [each[:1] if len(set(each)) == 1 else each for each in found]
 
     def came(self, node: int, event: PagesArrived | Arrived) -> bool:
-        """Pages came to a node; whether they have come to all, and can be placed."""
+        """Pages came to a node; whether they have come to all, and can be placed.
+
+        Raises TransferError if another node got them cut differently: they could not be written in
+        one call. Each node gets every page once, so if two are cut differently anywhere, the first
+        runs in which they differ begin with the same page.
+        """
         known = self._rooms.get(event.room)
         if known is None:
             return False
         if isinstance(event, PagesArrived):  # at this node
             self.keep(event)
-        # Cut differently for another node, pages could not be written in one call.
-        nodes = known.arrived.setdefault((event.page_start, event.num_pages), set())
+        if len(known.nodes) == 1:
+            return node in known.nodes
+        first, here = event.page_start, event.num_pages
+        before, nodes = known.arrived.setdefault(first, (here, set()))
+        if here != before:
+            run = f"{here} pages from {first} on came to node {node}"
+            raise TransferError(f"{run}, to another {before}: prefill cut them differently")
         nodes.add(node)
         return nodes == known.nodes
 
@@ -95,7 +106,7 @@ class Receiving:
         known.finished.add(node)
         if known.finished != known.nodes:
             return False
-        return all(nodes == known.nodes for nodes in known.arrived.values())
+        return all(nodes == known.nodes for _, nodes in known.arrived.values())
 
     # --- every node -------------------------------------------------------------------------------
 

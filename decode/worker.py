@@ -30,19 +30,12 @@ from model.buckets import PrefillBuckets
 from model.chunks import FirstSample
 from model.sampling import NOTHING_LEFT
 from transfer import wire
-from transfer.backend import (
-    Arrived,
-    Finished,
-    FirstToken,
-    PagesArrived,
-    ReceivedEvent,
-    SenderLost,
-)
+from transfer.backend import Arrived, Finished, FirstToken, PagesArrived, ReceivedEvent, SenderLost
 from transfer.bootstrap import RegistryClient
 from transfer.chunk_times import ChunkTimes, next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import StepEmitter
-from transfer.errors import Code
+from transfer.errors import Code, TransferError
 from transfer.group import Told
 from transfer.host_sizes import Hosts, take_hosts
 from transfer.inbound import Receiver
@@ -233,7 +226,13 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 held = self._held.get(event.room)
                 if held is None or held.seat is None:
                     self.counters["pages_late"] += event.num_pages
-                elif self._receiving.came(node, event):
+                    return
+                try:
+                    is_everywhere = self._receiving.came(node, event)
+                except TransferError as error:  # blamed on prefill
+                    self.fail(event.room, Code.PEER_LOST, str(error))
+                    return
+                if is_everywhere:
                     self._place(held, held.seat, event.page_start, event.num_pages)
 
     def _place(self, held: Held, seat: Seat, page_start: int, num_pages: int) -> None:

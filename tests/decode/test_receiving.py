@@ -10,6 +10,7 @@ from decode.receiving import Receiving
 from model.calls import Calls
 from model.config import KVSpec
 from transfer.backend import Arrived, PagesArrived
+from transfer.errors import TransferError
 from transfer.inbound import Receiver
 
 KV = KVSpec(num_layers=1, num_kv_heads=4, head_dim=2, page_size=4, dtype="float32")
@@ -145,14 +146,21 @@ def test_pages_of_a_room_that_is_over_are_kept_nowhere(node: int) -> None:
     worker.leader.forget(1)  # unknown by now
 
 
-@pytest.mark.parametrize("cut", [(0, 1), (1, 1)])
-def test_a_room_whose_pages_came_cut_differently_to_two_nodes_is_never_whole(
-    cut: tuple[int, int],
+@pytest.mark.parametrize(("before", "last"), [((0, 0), 1), ((1,), 0), ((1, 1), 0)])
+def test_pages_that_two_nodes_got_cut_differently_are_told_before_both_have_all(
+    before: Sequence[int], last: int
 ) -> None:
+    """Whichever comes first, runs that differ first begin alike: here with page 1."""
     worker = Worker([(0, 1)])
     worker.leader.expect(1, 0, 5, 4)
-    assert not worker.came(0, 0)
-    assert not worker.leader.came(1, Arrived(1, *cut))
+    cuts = {0: iter([(0, 1), (1, 2), (3, 1)]), 1: iter([(0, 1), (1, 1), (2, 2)])}
+    for node in (0, 1):
+        assert worker.leader.came(node, Arrived(1, *next(cuts[node]))) == bool(node)
+    for node in before:
+        assert not worker.leader.came(node, Arrived(1, *next(cuts[node])))
+    with pytest.raises(TransferError, match=r"pages from 1 on .* prefill cut them differently"):
+        worker.leader.came(last, Arrived(1, *next(cuts[last])))
+    worker.leader.forget(1)
     for node in (0, 1):
         assert not worker.leader.finished(node, 1)
 

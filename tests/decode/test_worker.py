@@ -14,8 +14,9 @@ from tests.sim.alone import PAGE, Alone
 from tests.sim.network import chain, draw, kv_of
 from tests.sim.workers import SimDecode
 from transfer import wire
-from transfer.backend import Finished, FirstToken, PagesArrived, SenderLost
+from transfer.backend import Arrived, Finished, FirstToken, PagesArrived, SenderLost
 from transfer.errors import Code
+from transfer.group import Told
 from transfer.pages import PagePool
 from transfer.worker import Aborted, ApiGone, Submitted
 
@@ -278,6 +279,21 @@ def test_an_end_in_every_phase_frees_slot_and_pages(phase: str, how: str) -> Non
     told = [event for event in alone.events() if event[1] == 1]
     assert told == ([("failed", 1, "deadline")] if how == "deadline" else [])
     worker.check_idle()
+
+
+def test_a_room_whose_pages_prefill_cut_differently_for_two_nodes_ends_at_once_and_alone() -> None:
+    alone, worker = decode()
+    worker._receiving._nodes = [(0, 1)]
+    for room in (1, 2):
+        alone.submit(room)
+        alone.turn()
+        worker.handle(PagesArrived(room, 0, [np.zeros((1, 2, 1, PAGE, 2, 1), np.float32)]))
+    worker.handle(Told(1, came=(Arrived(1, 0, 2),)))
+    alone.turn()
+    assert alone.events() == [("failed", 1, "peer_lost")]
+    assert worker.receiver.expected == {2}
+    worker.handle(Told(1, came=(Arrived(2, 0, 1),)))
+    assert worker.counters["pages_received"] == 1
 
 
 def test_pages_that_come_after_the_end_are_counted_and_not_placed() -> None:
