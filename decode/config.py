@@ -25,7 +25,7 @@ class DecodeConfig(WorkerConfig):
     speculative_ngram_max_match_window_size: int = 4  # last tokens that are compared, at most
     data_host: str = ""  # where frames are received; "" = host
     data_port: int = 0
-    transfer_staging_bytes: int = 0  # memory shared with a prefill worker of this host; 0 = enough
+    transfer_staging_bytes: int = 0  # memory lent to each connection; 0 = enough
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,7 +85,11 @@ def open_receiver(
 
 
 def arriving_bytes(config: WorkerConfig, kv: KVSpec, staging_bytes: int) -> int:
-    """Host memory that pages from one prefill worker take until they are in decode's pool."""
+    """Host memory that pages from one prefill process take until they are in decode's pool.
+
+    Each further one, of the same worker or another, takes as much again in shared memory. The
+    buffers of TCP are kept for all together.
+    """
     if config.disaggregation_transfer_backend == "tcp":
         return IDLE_BUFFER_BYTES
     sizes = kv.page_bytes // config.tp_size, config.tp_size, FRAME_BYTES, staging_bytes
