@@ -128,16 +128,16 @@ def compile_all(
     def work() -> None:
         while True:
             try:
-                program, asked, wait = left.popleft()
+                program, wanted, wait = left.popleft()
             except IndexError:
                 return
             try:
                 if kept is None:
-                    program.compiled = asked.recipe.compile()
+                    program.compiled = wanted.recipe.compile()
                 else:
-                    program.compiled, program.was_kept = kept.get(asked, wait)
+                    program.compiled, program.was_kept = kept.get(wanted, wait)
             except Busy:
-                left.append((program, asked, True))
+                left.append((program, wanted, True))
                 continue
             except BaseException:
                 left.clear()
@@ -156,23 +156,23 @@ def _compile_together(
 
     Processes may talk to each other while they compile a program, so none may leave it out alone.
     """
-    here = [" ".join(kept.compilations(asked)) if kept else "" for asked in sought]
+    here = [" ".join(kept.compilations(wanted)) if kept else "" for wanted in sought]
     told = texts_of_all("\n".join([secrets.token_hex(8), *here]))
     rows = [text.split("\n") for text in told]
     failed = []
-    for i, (program, asked) in enumerate(zip(programs, sought, strict=True)):
+    for i, (program, wanted) in enumerate(zip(programs, sought, strict=True)):
         common = set.intersection(*(set(row[i + 1].split()) for row in rows))
-        found = kept.load_part(asked, max(common)) if kept and common else None
+        found = kept.load_part(wanted, max(common)) if kept and common else None
         if found is None:
             failed.append(str(i))
         else:
             program.compiled, program.was_kept = found, True
     to_compile = {int(i) for text in texts_of_all(" ".join(failed)) for i in text.split()}
     name = rows[0][0]
-    for i, (program, asked) in enumerate(zip(programs, sought, strict=True)):
+    for i, (program, wanted) in enumerate(zip(programs, sought, strict=True)):
         if i in to_compile:
             program.was_kept = False
-            program.compiled = kept.compile_part(asked, name) if kept else asked.recipe.compile()
+            program.compiled = kept.compile_part(wanted, name) if kept else wanted.recipe.compile()
         _log(program, i + 1, len(programs))
 
 

@@ -45,6 +45,8 @@ def main() -> int:
         )
     parser.add_argument("--json", type=Path, help="write what was seen of each fault here")
     args = parser.parse_args()
+    if args.network == "namespaces" and max(args.prefill_nnodes, args.decode_nnodes) > 1:
+        parser.error("--network namespaces takes workers of one process")  # a cut ends its group
     begun_s = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):  # they end it as Ctrl-C does, leaving nothing
         if signal.getsignal(number) is not signal.SIG_IGN:
