@@ -75,7 +75,12 @@ AS_ON_CUDA = {
     ("hunyuan_v1_moe", 4, 2, 1),
 }
 # With these, one call of the interpreted kernels takes longer than optimizing them.
-OPTIMIZED = {("qwen3", 2, 1, 1), ("qwen3_moe", 2, 2, 1), ("gpt_oss", 4, 2, 1)}
+OPTIMIZED = {
+    ("qwen3", 2, 1, 1),
+    ("qwen3_moe", 2, 2, 1),
+    ("gpt_oss", 4, 2, 1),
+    ("hunyuan_v1_moe", 4, 2, 1),
+}
 # The limits in tests/goldens/README.md for correct float32 runs.
 LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
 
