@@ -72,7 +72,8 @@ def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
         end = f'thought: inner {_SPACE}\ninner[suffix="{THINK_END}"]: {_TEXT}'
     else:
         end = f"thought: {_TEXT} {mark(THINK_END)} {_SPACE}"
-    return f"start: {begins[state]} @answer\n{end}\n"
+    frame = f"({mark(parsing.frame.begin)} {_SPACE})?" if parsing.frame is not None else ""
+    return f"start: {begins[state]} {frame} @answer\n{end}\n"
 
 
 def calls_form(
@@ -243,6 +244,12 @@ def _hermes(names: Sequence[str], one: bool, mark: _Marks) -> list[str]:
     return calls + _tools(_json_tool("arguments"), names)
 
 
+def _hunyuan(names: Sequence[str], one: bool, mark: _Marks) -> list[str]:
+    begin, end = mark("<tool_calls>"), mark("</tool_calls>")
+    listed = _several("tool", '", "', one)
+    return [f'start: {begin} "[" {listed} "]" {end}', *_tools(_json_tool("arguments"), names)]
+
+
 def _llama(names: Sequence[str], _: bool, __: _Marks) -> list[str]:
     return ["start: tool", *_tools(_json_tool("parameters"), names)]
 
@@ -332,10 +339,12 @@ _NEWLINE: Final = r'"\n"'
 _FORMATS: Final[Mapping[str, _Format]] = {
     "deepseekv3": _deepseek(fenced=True),
     "deepseekv31": _deepseek(fenced=False),
+    "ernie45": _hermes,
     "glm45": _hermes,
     "glm47": _hermes,
     "gpt-oss": _harmony,
     "hermes": _hermes,
+    "hunyuan_a13b": _hunyuan,
     "kimi_k2": _kimi,
     "llama3": _llama,
     "minimax-m2": _hermes,

@@ -1,7 +1,8 @@
 """The parsers of `--reasoning-parser` and `--tool-call-parser`, and how a request uses them.
 
 Names and fields are those of sgl-project/sglang: python/sglang/srt/parser/reasoning_parser.py and
-python/sglang/srt/function_call.
+python/sglang/srt/function_call. It has none for ERNIE and Hunyuan-A13B; their names are those of
+vllm-project/vllm: vllm/reasoning and vllm/tool_parsers.
 """
 
 import secrets
@@ -11,15 +12,25 @@ from typing import Any, Final, Literal
 
 from serving.harmony import MARKERS, HarmonyText
 from serving.marked_text import MarkedText
-from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat, TaggedText
+from serving.tagged_text import (
+    CALL_FORMATS,
+    FRAMES,
+    THINK_BEGIN,
+    THINK_END,
+    CallFormat,
+    Frame,
+    TaggedText,
+)
 from serving.tool_calls import ToolCall, Tools, parameter_types
 
 ReasoningParser = Literal[
     "none",
     "deepseek-r1",
     "deepseek-v3",
+    "ernie45",
     "glm45",
     "gpt-oss",
+    "hunyuan_a13b",
     "kimi_k2",
     "minimax",
     "qwen3",
@@ -29,10 +40,12 @@ ToolCallParser = Literal[
     "none",
     "deepseekv3",
     "deepseekv31",
+    "ernie45",
     "glm45",
     "glm47",
     "gpt-oss",
     "hermes",
+    "hunyuan_a13b",
     "kimi_k2",
     "llama3",
     "minimax-m2",
@@ -42,7 +55,7 @@ ToolCallParser = Literal[
     "qwen3_coder",
 ]
 # Their answers begin inside a thought, even if the prompt does not open one.
-_THINK_UNASKED: Final = ("deepseek-r1", "kimi_k2", "qwen3-thinking")
+_THINK_UNASKED: Final = ("deepseek-r1", "ernie45", "kimi_k2", "qwen3-thinking")
 
 
 def tools_of(functions: Sequence[Mapping[str, Any]], parser: ToolCallParser) -> Tools:
@@ -95,8 +108,8 @@ class Parsing:
         if self.reasoning == "gpt-oss":
             return MARKERS
         thoughts = (THINK_BEGIN, THINK_END) if self.reasoning != "none" else ()
-        calls = self._calls
-        return thoughts + (calls.markers if calls is not None else ())
+        calls = self._calls.markers if self._calls is not None else ()
+        return (*thoughts, *(self.frame or ()), *calls)
 
     @property
     def _calls(self) -> CallFormat | None:
@@ -105,6 +118,11 @@ class Parsing:
         found = CALL_FORMATS[self.tool_calls]
         # Where a grammar describes calls, their arguments are JSON.
         return CALL_FORMATS["hermes"] if self.calls_are_formed and found.untyped else found
+
+    @property
+    def frame(self) -> Frame | None:
+        """What the model writes around an answer that follows a thought."""
+        return FRAMES.get(self.reasoning)
 
     def call_id(self, call: ToolCall) -> str:
         """The id of a call: the one that the model gave it, or else a new one each time."""
@@ -120,7 +138,7 @@ class Parsing:
             return HarmonyText(self.tools, self.prompt, self.sealed)
         thought = self.thought()
         is_inside = thought in ("open", "unasked")
-        return TaggedText(thought != "none", is_inside, self._calls, self.tools)
+        return TaggedText(thought != "none", is_inside, self._calls, self.tools, self.frame)
 
     def thought(self) -> Literal["none", "open", "unasked", "perhaps", "over"]:
         """Whether an answer with tags begins inside a thought, or may begin with one.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from serving.marked_text import MarkedText, Said, Thought
 from serving.tool_calls import (
@@ -41,11 +41,26 @@ class CallFormat:
     untyped: bool = False  # arguments are not JSON: the tool's schema says which types they have
     ends_thought: bool = False  # before a call a model may omit the end of its thought
     needs_end: bool = False  # only its end tells a whole call from one that was cut off
+    opening: str = ""  # what the model, told of tools, writes before an answer without calls
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers of the format."""
         return (self.begin, self.end, *self.around, *self.within)
+
+
+class Frame(NamedTuple):
+    """What a family of models writes around an answer that follows a thought."""
+
+    begin: str
+    end: str
+
+
+# By the names of `--reasoning-parser`.
+FRAMES: Final = {
+    "ernie45": Frame("<response>", "</response>"),
+    "hunyuan_a13b": Frame("<answer>", "</answer>"),
+}
 
 
 def _json(read: Callable[[str], list[ToolCall]]) -> Callable[[str, Tools], list[ToolCall]]:
@@ -71,9 +86,13 @@ _GLM = CallFormat(
 CALL_FORMATS: Final = {
     "deepseekv3": _DEEPSEEK,
     "deepseekv31": _DEEPSEEK,
+    "ernie45": _HERMES,
     "glm45": _GLM,
     "glm47": _GLM,
     "hermes": _HERMES,
+    "hunyuan_a13b": CallFormat(
+        "<tool_calls>", "</tool_calls>", _json(json_calls), opening="助手："
+    ),
     "kimi_k2": CallFormat(
         "<|tool_call_begin|>",
         "<|tool_call_end|>",
@@ -138,16 +157,24 @@ class _Where(Enum):
 class TaggedText(MarkedText):
     """Parses thoughts between tags at the beginning, and calls in the format `calls`.
 
-    Space around thoughts and calls is dropped; a text without either is returned as it is.
+    Space around thoughts, calls and a frame is dropped; a text without them is returned as it is.
     """
 
     def __init__(
-        self, thinks: bool, in_thought: bool, calls: CallFormat | None, tools: Tools
+        self,
+        thinks: bool,
+        in_thought: bool,
+        calls: CallFormat | None,
+        tools: Tools,
+        frame: Frame | None = None,
     ) -> None:
         """in_thought: the prompt opened a thought, or the model does so unasked."""
         super().__init__(tools)
         self._thinks = thinks
         self._calls = calls
+        self._frame = frame  # None once it has begun
+        self._frame_end = ""  # while inside the frame
+        self._opening = calls.opening if calls is not None else ""  # "" once seen
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
         self._trims = in_thought  # drop the space that comes next
         self._left_open = False  # a call interrupted a thought, whose end may still come
@@ -173,7 +200,16 @@ class TaggedText(MarkedText):
             found += (calls.also,)
         if self._left_open:
             found += (THINK_END,)
-        return (*found, THINK_BEGIN) if self._thinks and self._where is _Where.BEGIN else found
+        if self._frame_end:
+            found += (self._frame_end,)
+        return found + self._beginnings() if self._where is _Where.BEGIN else found
+
+    def _beginnings(self) -> tuple[str, ...]:
+        """Markers that are text once the answer has begun."""
+        found = (self._opening,) if self._opening else ()
+        if self._frame is not None:
+            found = (self._frame.begin, *found)
+        return (THINK_BEGIN, *found) if self._thinks else found
 
     def _passed(self, text: str) -> None:
         if self._where is _Where.CALL:
@@ -213,6 +249,12 @@ class TaggedText(MarkedText):
             self._end_call(marker)
         if marker == THINK_END:
             self._left_open = False
+        elif self._frame is not None and marker == self._frame.begin:
+            self._frame_end, self._frame = self._frame.end, None
+        elif marker == self._frame_end:
+            self._frame_end = ""
+        elif marker == self._opening:
+            self._opening = ""
         elif self._where is _Where.THOUGHT and marker != THINK_BEGIN:
             self._left_open = True
         if self._calls is not None and marker == self._calls.begin:

@@ -43,6 +43,7 @@ MARKERS = (
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     *("<｜tool▁sep｜>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<tool_calls>", "</tool_calls>"),
     *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
 )
 
