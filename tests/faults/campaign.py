@@ -91,13 +91,25 @@ class Campaign:
 
     async def _do(self, fault: Fault) -> Strike:
         """Aim the fault, inject it, and schedule the check that it was noticed."""
-        await until(lambda: self._target(fault) is not None, 60.0, self.system.describe)
+        await until(lambda: self._can_aim(fault), START_TIMEOUT_S, self.system.describe)
         if fault.phase in FRAME_PHASES and self.system.proxies:
             strike = await self._at_frame(fault)
         else:
             strike = await self._at_request(fault)
         self._soon(self._see_noticed(strike))
         return strike
+
+    def _can_aim(self, fault: Fault) -> bool:
+        """Whether what it is to hurt is there; if that is a worker, whether requests come to it."""
+        target = self._target(fault)
+        if target is None or fault.role not in ("prefill", "decode"):
+            return target is not None
+        served = [
+            {self.system.members[worker].role for worker in self.system.open[api.name]}
+            for api in self.system.named("api")
+            if api.up
+        ]
+        return target.role == fault.role and {"prefill", "decode"} in served
 
     async def _at_frame(self, fault: Fault) -> Strike:
         """Inject it at a frame of any request that passes a proxy."""
