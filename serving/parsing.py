@@ -138,7 +138,9 @@ class Parsing:
             return HarmonyText(self.tools, self.prompt, self.sealed)
         thought = self.thought()
         is_inside = thought in ("open", "unasked")
-        return TaggedText(thought != "none", is_inside, self._calls, self.tools, self.frame)
+        frame = self.frame
+        framed = frame is not None and self.begun.rfind(frame.begin) > self.begun.rfind(frame.end)
+        return TaggedText(thought != "none", is_inside, self._calls, self.tools, frame, framed)
 
     def thought(self) -> Literal["none", "open", "unasked", "perhaps", "over"]:
         """Whether an answer with tags begins inside a thought, or may begin with one.

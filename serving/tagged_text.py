@@ -167,18 +167,22 @@ class TaggedText(MarkedText):
         calls: CallFormat | None,
         tools: Tools,
         frame: Frame | None = None,
+        in_frame: bool = False,
     ) -> None:
-        """in_thought: the prompt opened a thought, or the model does so unasked."""
+        """in_thought: the prompt opened a thought, or the model does so unasked.
+
+        in_frame: the answer that the prompt begins has begun its frame.
+        """
         super().__init__(tools)
         self._thinks = thinks
         self._calls = calls
-        self._frame = frame  # None once it has begun
-        self._frame_end = ""  # while inside the frame
+        self._frame = None if in_frame else frame  # None once it has begun
+        self._frame_end = frame.end if in_frame and frame is not None else ""
         self._opening = calls.opening if calls is not None else ""  # "" once seen
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
         self._trims = in_thought  # drop the space that comes next
         self._left_open = False  # a call interrupted a thought, whose end may still come
-        self._space: list[str] = []  # trailing space, held back
+        self._space: list[str] = []  # trailing space, and what may end the frame, held back
         self._begun = ""  # of the current call: the space before it, and its marker
         self._call: list[str] = []
         self._strings = _JsonStrings()  # of the current call
@@ -239,6 +243,11 @@ class TaggedText(MarkedText):
         self._parts.append(Said(shown))
 
     def _found(self, marker: str) -> None:
+        if marker == self._frame_end and self._where is not _Where.CALL:
+            # It ends the frame if no more text comes.
+            self._where, self._trims = _Where.CONTENT, False
+            self._space.append(marker)
+            return
         if self._where is _Where.CALL:
             if marker == "\n" or self._strings.inside:
                 self._quotes_end = True
@@ -251,8 +260,6 @@ class TaggedText(MarkedText):
             self._left_open = False
         elif self._frame is not None and marker == self._frame.begin:
             self._frame_end, self._frame = self._frame.end, None
-        elif marker == self._frame_end:
-            self._frame_end = ""
         elif marker == self._opening:
             self._opening = ""
         elif self._where is _Where.THOUGHT and marker != THINK_BEGIN:
@@ -272,8 +279,12 @@ class TaggedText(MarkedText):
     def _over(self) -> None:
         if self._where is _Where.CALL:
             self._end_call("")
-        elif self._where is not _Where.THOUGHT and (space := "".join(self._space)):
-            self._parts.append(Said(space))
+        elif self._where is not _Where.THOUGHT:
+            held = "".join(self._space)
+            if self._frame_end and self._frame_end in held:
+                held = held[: held.rindex(self._frame_end)].rstrip()
+            if held:
+                self._parts.append(Said(held))
 
     def _begin_call(self, marker: str) -> None:
         self._where = _Where.CALL

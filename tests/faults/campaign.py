@@ -91,7 +91,12 @@ class Campaign:
 
     async def _do(self, fault: Fault) -> Strike:
         """Aim the fault, inject it, and schedule the check that it was noticed."""
-        await until(lambda: self._can_aim(fault), START_TIMEOUT_S, self.system.describe)
+
+        def can_aim() -> bool:
+            self._raise_findings()
+            return self._can_aim(fault)
+
+        await until(can_aim, START_TIMEOUT_S, self.system.describe)
         if fault.phase in FRAME_PHASES and self.system.proxies:
             strike = await self._at_frame(fault)
         else:
@@ -100,9 +105,12 @@ class Campaign:
         return strike
 
     def _can_aim(self, fault: Fault) -> bool:
-        """Whether what it is to hurt is there; if that is a worker, whether requests come to it."""
+        """Whether what it is to hurt is there; if that is a worker, whether requests come to it.
+
+        Every fourth does not wait for that, and hurts whoever is there.
+        """
         target = self._target(fault)
-        if target is None or fault.role not in ("prefill", "decode"):
+        if target is None or fault.role not in ("prefill", "decode") or fault.number % 4 == 0:
             return target is not None
         served = [
             {self.system.members[worker].role for worker in self.system.open[api.name]}

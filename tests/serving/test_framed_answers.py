@@ -40,6 +40,16 @@ CALLS = f"<tool_calls>[{OBJECT}, {OTHER_OBJECT}]</tool_calls>"
         (HUNYUAN, "<think>Hm.</think>Yes.\n", Read("Hm.", "Yes.\n")),
         (HUNYUAN, "<think>Hm.</think><answer>Cut \n", Read("Hm.", "Cut \n")),
         (HUNYUAN, "<think>An <answer>?</think><answer>Yes</ans", Read("An <answer>?", "Yes</ans")),
+        (
+            HUNYUAN,
+            "<answer>\nWrap it as <answer>42</answer> please.\n</answer>",
+            Read("", "Wrap it as <answer>42</answer> please."),
+        ),
+        (HUNYUAN, '<answer>{"a": "use </answer> here"}', Read("", '{"a": "use </answer> here"}')),
+        (HUNYUAN, "<answer>One.</answer>\nTwo.", Read("", "One.</answer>\nTwo.")),
+        (HUNYUAN, "<answer></answer>", Read()),
+        (HUNYUAN, "<answer> </answer> Yes.", Read("", "</answer> Yes.")),
+        (Parsing("hunyuan_a13b", begun="<answer>\nYe"), "s.\n</answer>", Read("", "s.")),
         (HUNYUAN, "Say <answer>a</answer>.", Read("", "Say <answer>a</answer>.")),
         (HUNYUAN, "<answer><answer>a</answer></answer>", Read("", "<answer>a</answer>")),
         (UNTHINKING, "<answer>\nYes.\n</answer>", Read("", "Yes.")),
@@ -72,6 +82,8 @@ def test_the_tags_around_an_answer_are_no_part_of_it(
         ),
         (CALLING, "<think>Hm.</think>\n<answer>\n助手：Yes.\n</answer>", Read("Hm.", "Yes.")),
         (CALLING, "<answer>Yes. 助手：No.</answer>", Read("", "Yes. 助手：No.")),
+        (CALLING, f"<answer>Yes.</answer>\n{CALLS}", Read("", "Yes.", (CALL, OTHER))),
+        (CALLING, "<answer>Yes</answer>助手：No", Read("", "Yes</answer>助手：No")),
         (Parsing(tool_calls="hunyuan_a13b", tools=TOOLS), CALLS, Read("", "", (CALL, OTHER))),
         (Parsing(tool_calls="hunyuan_a13b", tools=TOOLS), "助手：Yes.", Read("", "Yes.")),
         (HUNYUAN, "<answer>助手：Yes.</answer>", Read("", "助手：Yes.")),
@@ -116,3 +128,7 @@ async def test_a_form_may_follow_the_tag_that_begins_an_answer(markers: tuple[st
         assert texts.takes(grammar, before + RIGHT)
         assert told(HUNYUAN, before + RIGHT).content == RIGHT
     assert not texts.takes(grammar, f"<answer>Yes {RIGHT}")
+    prefix = thought_prefix(UNTHINKING, texts.tokenizer)
+    grammar = await text_of(form_asked(json_schema=SCHEMA), prefix, Untried(MODEL_PATH))
+    assert texts.takes(grammar, f"<answer>\n{RIGHT}")
+    assert texts.takes(grammar, RIGHT)
