@@ -64,16 +64,17 @@ def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
     if parsing.reasoning == "gpt-oss":
         return _harmony_prefix(parsing, mark)
     state = parsing.thought()
-    frame = f"({mark(parsing.frame.begin)} {_SPACE})?" if parsing.frame is not None else ""
+    tags = parsing.answer_tags
+    answer_tag = f"({mark(tags.begin)} {_SPACE})?" if tags is not None else ""
     if state in ("none", "over"):
-        return f"start: {frame} @answer\n" if frame and not parsing.begun else ""
+        return f"start: {answer_tag} @answer\n" if answer_tag and not parsing.begun else ""
     tag = mark(THINK_BEGIN)
     begins = {"perhaps": f"({tag} thought)?", "unasked": f"({tag})? thought", "open": "thought"}
     if tokenizer.token_id(THINK_END) is None:
         end = f'thought: inner {_SPACE}\ninner[suffix="{THINK_END}"]: {_TEXT}'
     else:
         end = f"thought: {_TEXT} {mark(THINK_END)} {_SPACE}"
-    return f"start: {begins[state]} {frame} @answer\n{end}\n"
+    return f"start: {begins[state]} {answer_tag} @answer\n{end}\n"
 
 
 def calls_form(

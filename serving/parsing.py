@@ -13,12 +13,12 @@ from typing import Any, Final, Literal
 from serving.harmony import MARKERS, HarmonyText
 from serving.marked_text import MarkedText
 from serving.tagged_text import (
+    ANSWER_TAGS,
     CALL_FORMATS,
-    FRAMES,
     THINK_BEGIN,
     THINK_END,
+    AnswerTags,
     CallFormat,
-    Frame,
     TaggedText,
 )
 from serving.tool_calls import ToolCall, Tools, parameter_types
@@ -109,7 +109,7 @@ class Parsing:
             return MARKERS
         thoughts = (THINK_BEGIN, THINK_END) if self.reasoning != "none" else ()
         calls = self._calls.markers if self._calls is not None else ()
-        return (*thoughts, *(self.frame or ()), *calls)
+        return (*thoughts, *(self.answer_tags or ()), *calls)
 
     @property
     def _calls(self) -> CallFormat | None:
@@ -120,9 +120,9 @@ class Parsing:
         return CALL_FORMATS["hermes"] if self.calls_are_formed and found.untyped else found
 
     @property
-    def frame(self) -> Frame | None:
+    def answer_tags(self) -> AnswerTags | None:
         """What the model writes around an answer that follows a thought."""
-        return FRAMES.get(self.reasoning)
+        return ANSWER_TAGS.get(self.reasoning)
 
     def call_id(self, call: ToolCall) -> str:
         """The id of a call: the one that the model gave it, or else a new one each time."""
@@ -138,9 +138,9 @@ class Parsing:
             return HarmonyText(self.tools, self.prompt, self.sealed)
         thought = self.thought()
         is_inside = thought in ("open", "unasked")
-        frame = self.frame
-        framed = frame is not None and self.begun.rfind(frame.begin) > self.begun.rfind(frame.end)
-        return TaggedText(thought != "none", is_inside, self._calls, self.tools, frame, framed)
+        tags = self.answer_tags
+        in_answer = tags is not None and self.begun.rfind(tags.begin) > self.begun.rfind(tags.end)
+        return TaggedText(thought != "none", is_inside, self._calls, self.tools, tags, in_answer)
 
     def thought(self) -> Literal["none", "open", "unasked", "perhaps", "over"]:
         """Whether an answer with tags begins inside a thought, or may begin with one.

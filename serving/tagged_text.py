@@ -49,7 +49,7 @@ class CallFormat:
         return (self.begin, self.end, *self.around, *self.within)
 
 
-class Frame(NamedTuple):
+class AnswerTags(NamedTuple):
     """What a family of models writes around an answer that follows a thought."""
 
     begin: str
@@ -57,9 +57,9 @@ class Frame(NamedTuple):
 
 
 # By the names of `--reasoning-parser`.
-FRAMES: Final = {
-    "ernie45": Frame("<response>", "</response>"),
-    "hunyuan_a13b": Frame("<answer>", "</answer>"),
+ANSWER_TAGS: Final = {
+    "ernie45": AnswerTags("<response>", "</response>"),
+    "hunyuan_a13b": AnswerTags("<answer>", "</answer>"),
 }
 
 
@@ -157,7 +157,7 @@ class _Where(Enum):
 class TaggedText(MarkedText):
     """Parses thoughts between tags at the beginning, and calls in the format `calls`.
 
-    Space around thoughts, calls and a frame is dropped; a text without them is returned as it is.
+    Space around thoughts, calls and tags is dropped; a text without them is returned as it is.
     """
 
     def __init__(
@@ -166,23 +166,23 @@ class TaggedText(MarkedText):
         in_thought: bool,
         calls: CallFormat | None,
         tools: Tools,
-        frame: Frame | None = None,
-        in_frame: bool = False,
+        tags: AnswerTags | None = None,
+        in_answer: bool = False,
     ) -> None:
         """in_thought: the prompt opened a thought, or the model does so unasked.
 
-        in_frame: the answer that the prompt begins has begun its frame.
+        in_answer: the prompt already has the tag that begins the answer.
         """
         super().__init__(tools)
         self._thinks = thinks
         self._calls = calls
-        self._frame = None if in_frame else frame  # None once it has begun
-        self._frame_end = frame.end if in_frame and frame is not None else ""
+        self._tags = None if in_answer else tags  # None once the answer has begun
+        self._answer_end = tags.end if in_answer and tags is not None else ""
         self._opening = calls.opening if calls is not None else ""  # "" once seen
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
         self._trims = in_thought  # drop the space that comes next
         self._left_open = False  # a call interrupted a thought, whose end may still come
-        self._space: list[str] = []  # trailing space, and what may end the frame, held back
+        self._space: list[str] = []  # trailing space, and what may end the answer
         self._begun = ""  # of the current call: the space before it, and its marker
         self._call: list[str] = []
         self._strings = _JsonStrings()  # of the current call
@@ -204,15 +204,15 @@ class TaggedText(MarkedText):
             found += (calls.also,)
         if self._left_open:
             found += (THINK_END,)
-        if self._frame_end:
-            found += (self._frame_end,)
+        if self._answer_end:
+            found += (self._answer_end,)
         return found + self._beginnings() if self._where is _Where.BEGIN else found
 
     def _beginnings(self) -> tuple[str, ...]:
         """Markers that are text once the answer has begun."""
         found = (self._opening,) if self._opening else ()
-        if self._frame is not None:
-            found = (self._frame.begin, *found)
+        if self._tags is not None:
+            found = (self._tags.begin, *found)
         return (THINK_BEGIN, *found) if self._thinks else found
 
     def _passed(self, text: str) -> None:
@@ -243,8 +243,8 @@ class TaggedText(MarkedText):
         self._parts.append(Said(shown))
 
     def _found(self, marker: str) -> None:
-        if marker == self._frame_end and self._where is not _Where.CALL:
-            # It ends the frame if no more text comes.
+        if marker == self._answer_end and self._where is not _Where.CALL:
+            # It ends the answer if no more text comes.
             self._where, self._trims = _Where.CONTENT, False
             self._space.append(marker)
             return
@@ -258,8 +258,8 @@ class TaggedText(MarkedText):
             self._end_call(marker)
         if marker == THINK_END:
             self._left_open = False
-        elif self._frame is not None and marker == self._frame.begin:
-            self._frame_end, self._frame = self._frame.end, None
+        elif self._tags is not None and marker == self._tags.begin:
+            self._answer_end, self._tags = self._tags.end, None
         elif marker == self._opening:
             self._opening = ""
         elif self._where is _Where.THOUGHT and marker != THINK_BEGIN:
@@ -281,8 +281,8 @@ class TaggedText(MarkedText):
             self._end_call("")
         elif self._where is not _Where.THOUGHT:
             held = "".join(self._space)
-            if self._frame_end and self._frame_end in held:
-                held = held[: held.rindex(self._frame_end)].rstrip()
+            if self._answer_end and self._answer_end in held:
+                held = held[: held.rindex(self._answer_end)].rstrip()
             if held:
                 self._parts.append(Said(held))
 
