@@ -27,6 +27,14 @@ CROWD = (
     "--decode-max-total-tokens=640",
     "--max-inflight-requests=64",
 )
+# The same for tests whose requests outnumber the slots.
+FEW_SLOTS = (
+    f"--context-length={CONTEXT}",
+    "--page-size=16",
+    "--chunked-prefill-size=32",
+    "--prefill-max-seqs-per-chunk=1",
+    "--decode-max-running-requests=4",
+)
 
 TEXTS = [
     "The ferry leaves the harbour at dawn and",

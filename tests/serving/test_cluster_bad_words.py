@@ -16,7 +16,7 @@ TOKENS = 60
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with up(*CROWD, few_steps=True) as running:
+    with up(*CROWD) as running:
         yield running
 
 

@@ -54,7 +54,8 @@ def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
 ) -> None:
     # Decode computes p1 itself, so all its tokens come from decode, in order and before the
     # failure. A first token from prefill could be later than all of decode's.
-    flags = ["--decode-max-running-requests=8", "--decode-local-prefill-tokens=4"]
+    flags = ["--context-length=128", "--chunked-prefill-size=32"]
+    flags += ["--decode-max-running-requests=8", "--decode-local-prefill-tokens=4"]
     with up(f"--model-path={damaged(tmp_path, monkeypatch)}", *flags, few_steps=True) as cluster:
         with ThreadPoolExecutor(8) as pool:
             healthy = [

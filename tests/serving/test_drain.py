@@ -10,20 +10,14 @@ import psutil
 import pytest
 
 from tests.cluster import STOP_TIMEOUT_S, Cluster, up, wait_until
+from tests.served import FEW_SLOTS
 
-SIZES = (
-    "--context-length=512",
-    "--page-size=16",
-    "--chunked-prefill-size=32",
-    "--prefill-max-seqs-per-chunk=1",
-    "--decode-max-running-requests=4",
-)
 SAMPLING = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with up("--prefill=2", "--decode=2", "--max-retries=0", *SIZES) as system:
+    with up("--prefill=2", "--decode=2", "--max-retries=0", *FEW_SLOTS) as system:
         yield system
 
 

@@ -10,6 +10,7 @@ from jax.profiler import ProfileData
 
 from decode.config import DecodeConfig
 from tests.cluster import up, wait_until
+from tests.served import CROWD
 from tests.serving.live import live_server
 from tests.serving.test_app import error_of
 from transfer.errors import ConfigError
@@ -92,7 +93,7 @@ async def test_no_profile_begins_where_nothing_is_served() -> None:
 
 
 def test_requests_run_on_while_both_roles_are_profiled(tmp_path: Path) -> None:
-    with up(f"--profile-dir={tmp_path}", "--context-length=256") as cluster:
+    with up(f"--profile-dir={tmp_path}", *CROWD) as cluster:
         want = cluster.generate([5] * 40, max_new_tokens=40, temperature=0)["output_ids"]
         began = cluster.post("/start_profile", {})
         assert began["success"]
@@ -123,6 +124,6 @@ def test_requests_run_on_while_both_roles_are_profiled(tmp_path: Path) -> None:
 
 
 def test_a_system_that_is_stopped_amid_a_profile_leaves_as_ever(tmp_path: Path) -> None:
-    with up(f"--profile-dir={tmp_path}", "--context-length=256") as cluster:
+    with up(f"--profile-dir={tmp_path}", *CROWD) as cluster:
         assert cluster.post("/start_profile", {})["success"]
         cluster.generate([5] * 40, max_new_tokens=40, temperature=0)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster import up, wait_until
 from tests.ports import free_port
+from tests.served import FEW_SLOTS
 from tests.serving.commands import (
     MODEL,
     SMALL_DECODE,
@@ -29,13 +30,6 @@ from tests.serving.commands import (
 READY = r"kvferry is ready: http://127\.0\.0\.1:\d+ "
 SMALL = tuple(dict.fromkeys((*SMALL_PREFILL, *SMALL_DECODE)))
 STOP_S = 10.0
-LONG = (
-    "--context-length=512",
-    "--page-size=16",
-    "--chunked-prefill-size=32",
-    "--prefill-max-seqs-per-chunk=1",
-    "--decode-max-running-requests=4",
-)
 
 
 def ask(n: int, max_new_tokens: int) -> dict[str, Any]:
@@ -179,7 +173,7 @@ def test_up_serves_on_a_unix_socket_with_two_processes(
 
 
 def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
-    with up(f"--model-path={MODEL}", "--api-workers=2", *LONG) as cluster, ExitStack() as stack:
+    with up("--api-workers=2", *FEW_SLOTS) as cluster, ExitStack() as stack:
         doors: dict[int, httpx.Client] = {}
         while len(doors) < 2:
             http = stack.enter_context(httpx.Client(base_url=cluster.url, timeout=60))
