@@ -2,15 +2,14 @@
 
 uvicorn takes any protocol class, and hands the protocol's state on to the application. This class
 is uvicorn's own, with the connection's `BodyWriter` in that state, where applications find it in
-the scope. A `BodyWriter` knows only what asyncio tells a protocol: its transport, and when to
-pause. The server itself gets a `ServerTransport`, which can hold or drop what the server writes.
+the scope.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import httptools
 from starlette.types import Scope
@@ -22,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
+from serving.body_writer import BodyWriter
 from serving.errors import ApiError, unavailable
 from serving.protocol import request_id_of
 from transfer.complaint import Tally
@@ -32,89 +32,9 @@ MAX_HEAD_BYTES: Final = 64 << 10
 _MAX_DROPPED_BYTES: Final = 1 << 20  # that a refused client may still send
 _REFUSED_S = 5.0  # how long a refused client may go on sending, or take to read
 _SURPLUS_S = 1.0  # how long a client beyond the bound may send nothing
+_MAX_QUEUED: Final = 32  # requests of one client that wait for the answers before theirs
 _KEY = "kvferry.body_writer"  # in the state of a scope
 _invalid = Tally(logging.getLogger(__name__), "%d connection(s) sent something other than HTTP")
-_CRLF = b"\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
-_HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # for all but huge chunks
-
-
-class Borrower(Protocol):
-    """Writes in a stream's place."""
-
-    def hindered(self, slot: int) -> None:
-        """The stream that has this slot must write for itself again, from its next event on."""
-        ...
-
-
-class ServerTransport:
-    """The transport that the server sees: it can hold writes, or drop a body's last chunk.
-
-    Once closed, it waits for its client only while the client reads. All else is asyncio's.
-    """
-
-    __slots__ = ("_held", "_linger_s", "_lingering", "_transport", "write")
-
-    def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
-        """linger_s: after a close, how long the client may read nothing of the rest."""
-        self._transport = transport
-        self._linger_s = linger_s
-        self._lingering: asyncio.TimerHandle | None = None
-        self._held: list[bytes] | None = None
-        self.write: Callable[[bytes], None] = transport.write
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def close(self) -> None:
-        """Close once what is held or unsent has left."""
-        self.release()
-        self._transport.close()
-        if self._lingering is None:
-            self._linger(self._transport.get_write_buffer_size())
-
-    def lost(self) -> None:
-        """The connection is gone."""
-        self.write = _dropped
-        self._held = None
-        if self._lingering is not None:
-            self._lingering.cancel()
-
-    def hold(self) -> None:
-        """Keep what is written until `release`."""
-        self._held = []
-        self.write = self._held.append
-
-    def release(self) -> None:
-        """Write what was kept, at once."""
-        held, self._held = self._held, None
-        if held is not None:
-            self.write = self._transport.write
-            if held:
-                self.write(b"".join(held))
-
-    def drop_last_chunk(self) -> None:
-        """Drop the server's next end of a chunked body."""
-        self.write = self._drop_last_chunk
-
-    def _drop_last_chunk(self, data: bytes) -> None:
-        if data == _LAST_CHUNK:
-            self.write = self._transport.write
-        else:  # part of the response to the client's next request
-            self._transport.write(data)
-
-    def _linger(self, num_unsent: int) -> None:
-        """Cut a closed connection unless some of its unsent bytes leave in time."""
-        if num_unsent:
-            loop = asyncio.get_running_loop()
-            self._lingering = loop.call_later(self._linger_s, self._cut_unless_read, num_unsent)
-
-    def _cut_unless_read(self, num_unsent: int) -> None:
-        left = self._transport.get_write_buffer_size()
-        if left < num_unsent:
-            self._linger(left)
-        else:
-            self._transport.abort()
 
 
 class Bound:
@@ -133,57 +53,6 @@ class Bound:
         """What a client beyond the bound is told."""
         message = f"this server has {self.most} connections, its maximum"
         return unavailable(message, "too_many_connections")
-
-
-class BodyWriter:
-    """Puts chunks of a response's body on its connection, past the server's `send`.
-
-    The caller may write only while `ready`, and while the server's response is between two messages
-    of a chunked body. server: what the server writes to. has_stream: the response is an
-    EventStream, which decides for itself how long its client may read nothing.
-    """
-
-    __slots__ = ("_borrower", "_slot", "has_stream", "ready", "server", "write")
-
-    def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
-        """linger_s: as of ServerTransport."""
-        self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
-        self.server = ServerTransport(transport, linger_s)
-        self.ready = True  # the client is connected, and no write waits for it
-        self.has_stream = False
-        self._borrower: Borrower | None = None
-        self._slot = -1
-
-    def lend(self, borrower: Borrower, slot: int) -> None:
-        """Lend it to a borrower, which is told at once when it is no longer ready."""
-        self._borrower = borrower
-        self._slot = slot
-
-    def take_back(self) -> None:
-        """End the loan: no borrower is told any more."""
-        self._borrower = None
-
-    def write_last(self, data: bytes) -> None:
-        """Write the body's last data and its end; the server's own end of it is then dropped."""
-        self.server.drop_last_chunk()
-        self.write(b"".join((chunk_head(len(data)), data, _CRLF, _LAST_CHUNK)))
-
-    def hinder(self) -> None:
-        """Not ready from now on: what is written would wait for the client, or be lost."""
-        self.ready = False
-        if self._borrower is not None:
-            self._borrower.hindered(self._slot)
-
-    def close(self) -> None:
-        """The connection is gone. Drops the transport, which refers to the protocol."""
-        self.server.lost()
-        self.hinder()
-        self.write = _dropped
-
-
-def chunk_head(num_bytes: int) -> bytes:
-    """The line before a chunk's data; CRLF follows the data (RFC 9112, 7.1). num_bytes: >= 1."""
-    return _HEADS[num_bytes] if num_bytes < len(_HEADS) else b"%x\r\n" % num_bytes
 
 
 def body_writer_of(scope: Scope) -> BodyWriter | None:
@@ -214,12 +83,14 @@ class Connection(HttpToolsProtocol):
     A client of HTTP/1.0 does not know chunks, so a body of unknown length goes to it unchunked and
     ends with the connection (RFC 9112, 6.1 and 6.3); uvicorn would send chunks.
 
-    It reads requests as uvicorn's does, with six differences. The number of connected clients has
+    It reads requests as uvicorn's does, with seven differences. The number of connected clients has
     a bound. A head has a bound and a deadline. What is not a valid request is answered like any
     other error. A request that also offers another protocol keeps its body, which uvicorn drops;
-    some clients, such as Java's own, offer HTTP/2 with every request. When a client that sent
-    several requests at once leaves, the request being answered is told; uvicorn tells the last. A
-    connection is idle, too, once a body came that its answer did not wait for.
+    some clients, such as Java's own, offer HTTP/2 with every request. A client may send requests
+    before it has the answers to earlier ones, but only so many: the connection closes after their
+    answers. When such a client leaves, the request being answered is told, where uvicorn tells the
+    last, and the others are dropped. A connection is idle, too, once a body came that its answer
+    did not wait for.
     """
 
     # Slots, unlike uvicorn's attributes: with a few more attributes, each connection's dictionary
@@ -294,7 +165,8 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError:
-            _invalid.tell(self._peer)
+            if len(self.pipeline) < _MAX_QUEUED:
+                _invalid.tell(self._peer)
             error = ApiError(400, "this is not a valid HTTP request", code="invalid_http")
             self._refuse_unread(error)
             return
@@ -321,8 +193,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is there."""
         self._awaits_head = False
-        if not self._is_offered_another():
-            super().on_headers_complete()
+        if self._is_offered_another():
+            return
+        if len(self.pipeline) >= _MAX_QUEUED:
+            # uvicorn pauses reading, but each answer resumes it for a whole read of requests.
+            raise httptools.HttpParserError("too many requests at once")
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Some of its body."""
@@ -490,11 +366,10 @@ class Connection(HttpToolsProtocol):
         if self._writer is not None:
             self._writer.close()
         super().connection_lost(exc)
+        # Those that wait refer to this connection, which must not refer to them.
+        self.pipeline.clear()
+        self.cycle = cast(RequestResponseCycle, None)
         running, self._running = self._running, None
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-
-
-def _dropped(data: bytes) -> None:
-    """Drop the data: the connection is gone."""

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from starlette.types import Message, Receive, Send
 
-from serving.connection import BodyWriter
+from serving.body_writer import BodyWriter
 from serving.errors import ApiError
 from serving.timers import Timer, Timers
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.connection import chunk_head
+from serving.body_writer import chunk_head
 from serving.event_stream import EventStream
 from serving.generation import Generation
 from serving.interval import Interval

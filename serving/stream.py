@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
+from serving.body_writer import BodyWriter
 from serving.choice import INLINE_LOGPROBS, Choice, Piece, num_prompt_logprobs
-from serving.connection import BodyWriter
 from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import ApiError, from_request_error
 from serving.event_stream import EventStream

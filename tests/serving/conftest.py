@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving import plain_streams
-from serving.connection import BodyWriter, Borrower
+from serving.body_writer import BodyWriter, Borrower
 from tests.serving.commands import Command
 from tests.serving.tokenizer_folders import GOLDENS
 

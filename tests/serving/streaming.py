@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import orjson
 
+from serving.body_writer import BodyWriter, chunk_head
 from serving.choice import Choice
-from serving.connection import BodyWriter, chunk_head
 from serving.event_stream import EventStream, Outbox
 from serving.generation import FinishReason, Generation, GenerationSpec
 from serving.interval import Interval

@@ -299,6 +299,21 @@ async def test_requests_before_what_is_none_have_their_answers(count: int, wrong
         writer.close()
 
 
+async def test_only_so_many_requests_wait_for_the_answers_before_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each answer lets uvicorn read on, so that without a bound more would wait after each."""
+    async with live_server() as live:
+        reader, writer = await opened(live)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+        async with asyncio.timeout(20):
+            answers = (await reader.read()).split(b"HTTP/1.1 200 OK\r\n")[1:]
+        assert len(answers) == 1 + 32
+        assert [b"connection: close" in answer for answer in answers] == [False] * 32 + [True]
+        writer.close()
+    assert not caplog.records
+
+
 async def test_a_request_whose_own_body_is_wrong_is_refused_while_it_is_answered() -> None:
     async with live_server() as live:
         wrong = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n"
