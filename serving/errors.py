@@ -198,8 +198,19 @@ def unavailable(message: str, code: str, headers: Mapping[str, str] = NO_HEADERS
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S), **headers})
 
 
+def without_frames(error: RequestError) -> RequestError:
+    """The error without its traceback.
+
+    Where a task raised it, a frame of the traceback refers to the task, and the task to the error:
+    a cycle that would keep the request, with all of its prompt, until the garbage collector runs.
+    """
+    error.__traceback__ = None
+    return error
+
+
 def from_request_error(error: RequestError) -> ApiError:
-    """What a failed generation becomes over HTTP."""
+    """What a failed generation becomes over HTTP; the error loses its traceback."""
+    without_frames(error)
     status = _STATUS[error.code]
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     return ApiError(status, error.message, code=str(error.code), headers=headers)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from serving.errors import ApiError, from_request_error
+from serving.errors import ApiError, from_request_error, without_frames
 from serving.grammar_trial import GrammarTrial
 from serving.schemas import prepare
 from transfer.errors import Code, RequestError
@@ -83,7 +83,7 @@ async def grammar_text(form: Form | None, trial: GrammarTrial, prefix: str = "")
     except RequestError as error:
         if error.code is not Code.BAD_REQUEST:
             raise from_request_error(error) from error
-        raise wrong(form.name, error.message) from error
+        raise wrong(form.name, error.message) from without_frames(error)
     return text
 
 
