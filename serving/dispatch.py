@@ -15,7 +15,7 @@ from serving.membership import Membership
 from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.prefix_index import ToldUse, Untold
-from serving.router import router_of
+from serving.router import Router
 from serving.steps import Steps
 from serving.timeline import ChoiceTimeline, Timelines
 from serving.timers import LoopTimers, Timers
@@ -59,7 +59,12 @@ class Dispatcher:
         self.api_id = f"api-{secrets.token_hex(6)}"
         context = Context(self.api_id, security, clock, self._timers, self)
         self._membership = Membership(config, context, self._view_changed)
-        self._router = router_of(config)
+        self._router = Router(
+            config.policy,
+            prefill_policy=config.prefill_policy,
+            decode_policy=config.decode_policy,
+            breaker_failures=config.breaker_failures,
+        )
         self.timelines = Timelines(config.timeline_requests, self._router.policies, clock)
         self._placement = Placement(
             config,
@@ -348,7 +353,6 @@ class Dispatcher:
 
     def on_broken(self, link: WorkerLink, message: str) -> None:
         self._placement.worker_lost(link.key, message, link.drained)
-        self._steps.forget(link.key)
         self._membership.broken(link)
 
     def on_refused(self, link: WorkerLink, refusal: wire.Refusal) -> None:
@@ -362,7 +366,8 @@ class Dispatcher:
 
     def _view_changed(self) -> None:
         self._router.reported(self._clock.monotonic_s())
-        self._router.breakers.keep(self._membership.keys())
+        self._router.keep(self._membership.keys())
+        self._steps.keep(self._membership.keys())
         self.metrics.set_members(self._membership.members)
         self._pair_may_be_there()
 

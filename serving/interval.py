@@ -1,5 +1,6 @@
 """Sets how many tokens a streamed chunk has: as asked, or by how far the loop lags behind steps."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from serving.router import Key
@@ -37,21 +38,20 @@ class Lag:
     """
 
     def __init__(self) -> None:
-        self._quickest_s: dict[Key, float] = {}
-        self._heard_s: dict[Key, float] = {}
+        self._quickest_s: dict[Key, tuple[float, float]] = {}  # and when it was last looked at
 
     def measure(self, worker: Key, emitted_s: float, now_s: float) -> float:
         """How many seconds the step that is handled now has waited."""
         took_s = now_s - emitted_s
-        since_s = now_s - self._heard_s.get(worker, now_s)
-        quickest_s = min(took_s, self._quickest_s.get(worker, took_s) + _DRIFT * since_s)
-        self._quickest_s[worker] = quickest_s
-        self._heard_s[worker] = now_s
+        quickest_s, then_s = self._quickest_s.get(worker, (took_s, now_s))
+        quickest_s = min(took_s, quickest_s + _DRIFT * (now_s - then_s))
+        self._quickest_s[worker] = quickest_s, now_s
         return took_s - quickest_s
 
-    def forget(self, worker: Key) -> None:
-        self._quickest_s.pop(worker, None)
-        self._heard_s.pop(worker, None)
+    def keep(self, workers: Collection[Key]) -> None:
+        """Forget all others."""
+        for worker in self._quickest_s.keys() - workers:
+            del self._quickest_s[worker]
 
 
 @dataclass(slots=True, eq=False)

@@ -8,9 +8,11 @@ answer. A stream gets everything back at once when a row is anything but its nex
 client is slow, and whenever something ends or moves it.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,7 @@ class PlainStreams:
         self._interval = interval
         self._invited: list[Generation] = []
         self._just_begun: list[Generation] = []
-        self._workers: dict[Key, int] = {}
+        self._workers = defaultdict[Key, int](count().__next__)  # each has another number
         self._free: list[int] = []
         self._seating: _Seating | None = None  # of the last step; None once a stream came or left
         # One entry a slot.
@@ -156,6 +158,11 @@ class PlainStreams:
         self._room[slots] = 0
         self._seating = None
         return given
+
+    def keep(self, workers: Collection[Key]) -> None:
+        """Forget all others: those incarnations are gone."""
+        for worker in self._workers.keys() - workers:
+            del self._workers[worker]
 
     def tell(self, worker: Key, runs: Runs, now_s: float) -> Told:
         """Handle the runs that are the next tokens of seated streams; now_s is monotonic."""
@@ -425,8 +432,7 @@ class PlainStreams:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        generation.lent_to = self
-        generation.slot = slot
+        generation.lent_to, generation.slot = self, slot
         self._seats[slot] = generation, loan
         self._token_ids[slot] = generation.token_ids
         self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
@@ -436,15 +442,14 @@ class PlainStreams:
         self._said[slot] = []
         self._write_chunk[slot] = loan.writer.write
         loan.writer.lend(self, slot)
-        shared = loan.interval is self._interval
         return (
             slot,
             generation.room,
-            self._workers.setdefault(key, len(self._workers)),
+            self._workers[key],
             len(generation.token_ids),
             generation.last_token_s,
             generation.decoding,
-            0 if shared else loan.interval.tokens,
+            0 if loan.interval is self._interval else loan.interval.tokens,
             loan.waiting,
             loan.held,
         )

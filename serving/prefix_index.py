@@ -12,7 +12,7 @@ first, and the pages known of a prompt are always its first ones.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -142,6 +142,7 @@ class PrefixIndex[K: Hashable]:
             while pages and next(iter(pages.values())) <= use.last_found:
                 pages.popitem(last=False)
 
-    def forget(self, worker: K) -> None:
-        """The worker's cache is empty, or the worker is gone."""
-        self._pages.pop(worker, None)
+    def forget(self, is_empty: Callable[[K], bool]) -> None:
+        """The caches of these workers are empty, or the workers are gone."""
+        for worker in [worker for worker in self._pages if is_empty(worker)]:
+            del self._pages[worker]

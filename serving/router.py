@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serving.breaker import Breakers
-from serving.config import Policy, RolePolicy, ServeConfig
+from serving.config import Policy, RolePolicy
 from serving.prefix_index import PrefixIndex, ToldUse, Untold, Use
 from serving.prompt import Prompt
 from transfer import wire
@@ -410,10 +410,15 @@ class Router:
         self._charges.pop(key, None)
 
     def flushed(self, key: Key) -> None:
-        """That worker's cache is empty."""
+        """That worker's caches are empty."""
         if self._index is not None:
-            for rank in {-1, *self._charges.get(key, ())}:
-                self._index.forget((key, rank))
+            self._index.forget(lambda cache: cache[0] == key)
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Forget all others, of which siblings may have told more since: they are gone."""
+        self.breakers.keep(keys)
+        if self._index is not None:
+            self._index.forget(lambda cache: cache[0] not in keys)
 
     def reported(self, now_s: float) -> None:
         """The registry has just passed loads on."""
@@ -488,13 +493,3 @@ class Router:
         if len(places) == 1:
             return places[0]
         return self._least_loaded(self._random.sample(places, 2))
-
-
-def router_of(config: ServeConfig) -> Router:
-    """The router that the config describes."""
-    return Router(
-        config.policy,
-        prefill_policy=config.prefill_policy,
-        decode_policy=config.decode_policy,
-        breaker_failures=config.breaker_failures,
-    )

@@ -1,6 +1,7 @@
 """Hands the workers' steps to the streams: each token once and in order, a whole step in one go."""
 
 import asyncio
+from collections.abc import Collection
 from typing import Protocol
 
 import numpy as np
@@ -91,9 +92,10 @@ class Steps:
             self._placement.progressed(generation)
         self._plain.seat_invited(len(self._placement))
 
-    def forget(self, worker: Key) -> None:
-        """That incarnation of a worker is gone."""
-        self._lag.forget(worker)
+    def keep(self, workers: Collection[Key]) -> None:
+        """Forget all others: those incarnations are gone."""
+        self._lag.keep(workers)
+        self._plain.keep(workers)
 
     def _keep_pace(self, link: WorkerLink, batch: wire.StepBatch) -> None:
         now_s = self._clock.monotonic_s()

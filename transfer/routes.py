@@ -22,6 +22,7 @@ class _Owner:
 
     epoch: int
     number: int  # of the latest Routes
+    until_s: float  # when all that it has told by now has expired
     rooms: OrderedDict[int, tuple[int, float]] = field(default_factory=OrderedDict)  # rank, until
 
 
@@ -57,11 +58,12 @@ class RouteTable:
         owner = self._owners.get(routes.worker_id)
         if owner is not None and _stale(routes, owner):
             return False
+        until_s = now_s + self.ttl_s
         if owner is None or routes.epoch != owner.epoch or routes.whole:
             self.drop(routes.worker_id)
-            owner = self._owners[routes.worker_id] = _Owner(routes.epoch, routes.number)
-        owner.number = routes.number
-        rooms, num_before, until_s = owner.rooms, len(owner.rooms), now_s + self.ttl_s
+            owner = self._owners[routes.worker_id] = _Owner(routes.epoch, routes.number, until_s)
+        owner.number, owner.until_s = routes.number, until_s
+        rooms, num_before = owner.rooms, len(owner.rooms)
         for room, rank in found.items():
             if room in rooms:
                 del rooms[room]  # inserted again below, as the newest
@@ -91,12 +93,14 @@ class RouteTable:
         self._num_rooms = 0
 
     def expire(self, now_s: float) -> int:
-        """Forget rooms that are too old; returns how many."""
+        """Forget rooms that are too old, and who told nothing since; returns how many rooms."""
         before = self._num_rooms
-        for owner in self._owners.values():
+        for worker_id, owner in list(self._owners.items()):
             while owner.rooms and next(iter(owner.rooms.values()))[1] <= now_s:
                 owner.rooms.popitem(last=False)
                 self._num_rooms -= 1
+            if owner.until_s <= now_s:  # a registry does not say whom it dropped
+                self.drop(worker_id)
         return before - self._num_rooms
 
     def snapshot(self) -> list[wire.Routes]:

@@ -202,6 +202,19 @@ async def test_a_generation_that_moves_takes_all_its_tokens_along() -> None:
     assert crowd.streams[0].texts() == ["a", "bcd", "efg"]
 
 
+async def test_workers_that_are_gone_leave_nothing_and_no_other_is_taken_for_them() -> None:
+    crowd = await begun()
+    plain = crowd.steps._plain
+    assert list(plain._workers) == [DECODE]
+    crowd.steps.keep({DECODE})
+    await crowd.tell_only(DECODE, [(crowd.generations[0].room, 4, LETTER_A + 4, 0)])
+    assert crowd.streams[0].texts() == list("abcde")
+    crowd.steps.keep(())
+    assert not plain._workers
+    later = "decode-1", 1
+    assert plain._workers[later] not in plain._worker[[g.slot for g in crowd.generations]]
+
+
 async def test_a_generation_that_moved_since_it_was_invited_does_not_lend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -46,6 +46,24 @@ def test_what_is_sent_to_a_decode_rank_is_told_of_that_rank():
     assert use.chain == prefix_chain(wire.pack_i32(prompt(2, 3)), 16)
     second.told(use)
     assert rank_of(second, prompt(2, 3)) == 1
+    third = Router("cache_aware")
+    third.told(use)
+    third.flushed(("d", 1))  # every rank, though this process picked none yet
+    assert rank_of(third, prompt(2, 3)) == 0
+
+
+def test_what_is_told_of_a_worker_after_it_died_is_forgotten_with_it():
+    first, untold = telling()
+    second = Router("cache_aware")
+    assert [served(first, TWO, prompt(n, 4)) for n in (1, 2)] == ["a", "b"]
+    second.forget(("a", 1))
+    for use in untold.take():
+        second.told(use)
+    index = second._index
+    assert index is not None
+    assert [index.num_pages(((name, 1), -1)) for name in "ab"] == [4, 4]
+    second.keep({("b", 1)})
+    assert [index.num_pages(((name, 1), -1)) for name in "ab"] == [0, 4]
 
 
 def test_a_policy_that_looks_at_no_cache_tells_nothing():

@@ -44,6 +44,13 @@ def test_a_route_that_nobody_ends_is_forgotten_in_time() -> None:
     assert table.expire(9.9) == 0
     assert table.expire(10.0) == 1
     assert found(table, 7, 8) == [None, 2]
+    table.apply(news(number=3, ended=(8,)), 8.0)
+    table.expire(17.9)
+    assert [told.worker_id for told in table.snapshot()] == ["prefill-0"]
+    table.expire(18.0)  # nobody says when a worker is gone for good
+    assert table.snapshot() == []
+    assert table.apply(news(number=4, bound={9: 1}), 18.0)
+    assert found(table, 9) == [1]
 
 
 def test_a_full_table_forgets_the_oldest_whoever_has_it() -> None:
