@@ -18,7 +18,7 @@ import secrets
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -144,7 +144,9 @@ class ExecutableCache:
                 return None
             kept = ExecutableCache(Path(folder) / "executables")
             kept.check_owner()
-            kept.remove_forgotten(began_s)
+            # A folder that the user names may hold what other programs compiled.
+            is_ours = not os.environ.get("JAX_COMPILATION_CACHE_DIR")
+            kept.remove_forgotten(began_s, Path(folder).glob("*-cache") if is_ours else ())
             return kept
         except OSError as error:
             log.warning("executables are not kept: %s", error)
@@ -161,19 +163,22 @@ class ExecutableCache:
         if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"another user owns {self._folder}, or may write to it")
 
-    def remove_forgotten(self, now_s: float) -> None:
+    def remove_forgotten(self, now_s: float, beside: Iterable[Path] = ()) -> None:
         """Remove files last read a month before the latest: of former sources, or of killed writes.
 
         A folder that was not used, or came with an image, stays whole: reads within the last day do
         not make a file the latest, since workers that start together each read their own files.
         now_s: on the clock of file times.
+        beside: JAX's own files, which tell when they were written. Those of programs that are kept
+        here are not read again; what else is still used is written once more.
         """
         if not self._writes:
             return
         try:
             read_s = {path: path.stat().st_mtime for path in self._folder.iterdir()}
             latest_s = max((at for at in read_s.values() if at < now_s - _DAY_S), default=0.0)
-            for path in (path for path in read_s if read_s[path] < latest_s - _FORGOTTEN_S):
+            told_s = read_s | {path: path.stat().st_mtime for path in beside}
+            for path in (path for path in told_s if told_s[path] < latest_s - _FORGOTTEN_S):
                 path.unlink(missing_ok=True)
         except OSError as error:  # another worker removed it, or it is another user's
             log.info("executables no longer used are not all removed: %s", error)

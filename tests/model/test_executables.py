@@ -333,7 +333,9 @@ def test_programs_of_one_text_are_compiled_one_after_the_other(
     assert not met
 
 
-def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, held: int) -> None:
+def test_what_was_last_read_a_month_before_another_is_removed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, held: int
+) -> None:
     """Also what a killed write left. If all files of a folder are old, none is removed."""
     made(tmp_path, held)
     mine = set(tmp_path.iterdir())
@@ -348,8 +350,13 @@ def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, he
     cache.remove_forgotten(now_s)  # like the other role, which has read nothing yet
     assert set(tmp_path.iterdir()) == {*mine, theirs, left}
     os.utime(theirs, (0, now_s))  # now it has read
-    cache.remove_forgotten(now_s + 2 * DAY_S)
+    beside = [tmp_path_factory.mktemp("jax") / f"{days}-cache" for days in (29, 31)]
+    for path, days in zip(beside, (29, 31), strict=True):
+        path.touch()
+        os.utime(path, (0, now_s - days * DAY_S))
+    cache.remove_forgotten(now_s + 2 * DAY_S, beside)
     assert set(tmp_path.iterdir()) == {*mine, theirs}
+    assert [path.exists() for path in beside] == [True, False]
 
 
 def test_a_folder_of_another_user_is_read_though_its_times_stay(
