@@ -5,6 +5,7 @@ written must not end it. Nor may it make the server wait: when a pager, a paused
 log driver stops reading, text is queued, and some of it is dropped.
 """
 
+import atexit
 import contextlib
 import io
 import os
@@ -48,11 +49,16 @@ def complain(text: str) -> None:
 
 def flush() -> None:
     """Wait until queued text is written, for a second per stream; then give it up."""
-    for outlet in list(_outlets.values()):
-        outlet.flush(_FLUSH_S)
+    _flush_queues()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+
+
+@atexit.register
+def _flush_queues() -> None:
+    for outlet in list(_outlets.values()):
+        outlet.flush(_FLUSH_S)
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -77,10 +83,12 @@ class _Outlet:
         self._waiting: deque[bytes] = deque()
         self._dropped = 0
         self._has_thread = False
+        # A terminal says that it has room when it has some, and then waits for room for the rest.
+        self._may_wait = os.isatty(number)
 
     def put(self, text: bytes) -> None:
         with self._changed:
-            if not self._has_thread and not self._waiting:
+            if not (self._may_wait or self._has_thread or self._waiting):
                 text = self._write(text, 0)
                 if not text:
                     return

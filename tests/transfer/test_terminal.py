@@ -45,6 +45,41 @@ def test_a_reader_that_reads_no_more_holds_nobody_up() -> None:
     assert told == [f"{k:099}" for k in range(len(told))]
 
 
+def test_a_terminal_that_nobody_reads_holds_nobody_up() -> None:
+    says = (
+        "from transfer import terminal; terminal.open_missing(); import os\n"
+        "for k in range(3000): terminal.complain(f'{k:099}')\n"
+        "terminal.say('done'); terminal.flush(); os._exit(0)"
+    )
+    ours, theirs = os.openpty()
+    try:
+        command = [sys.executable, "-c", says]
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, timeout=20, check=True
+        )
+        assert done.stdout == b"done\n"
+        os.set_blocking(ours, False)
+        lines = os.read(ours, 1 << 20).decode().splitlines()[:-1]  # the last is incomplete
+        assert len(lines) > 10
+        assert lines == [f"{k:099}" for k in range(len(lines))]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+def test_a_process_that_ends_has_said_all_to_its_terminal(end: str) -> None:
+    says = f"from transfer import terminal; terminal.open_missing()\nterminal.say('all')\n{end}"
+    ours, theirs = os.openpty()
+    try:
+        command = [sys.executable, "-c", says]
+        subprocess.run(command, cwd=ROOT, stdout=theirs, timeout=20, check=True)
+        assert os.read(ours, 100) == b"all\r\n"
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
 def _complaints(says: str) -> list[str]:
     """All lines of a program's stderr, of which nobody reads any before it says "go"."""
     command, pipe = [sys.executable, "-c", says], subprocess.PIPE
