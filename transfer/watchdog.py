@@ -6,9 +6,11 @@ timer needs no lock.
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +28,39 @@ async def watch(timeout_s: float, *progress: Callable[[], int]) -> None:
     if not timeout_s:
         return
     seen: list[int | None] = [None] * len(progress)
+    with _stderr_that_waits_for_nobody() as stderr:
+        try:
+            while True:
+                now = [number() for number in progress]
+                all_new = all(new != old for new, old in zip(now, seen, strict=True))
+                if all_new and _is_set(timeout_s, stderr):
+                    seen = [*now]
+                await asyncio.sleep(timeout_s / _LOOKS)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _stderr_that_waits_for_nobody() -> Iterator[int]:
+    """A file for the stacks, which drops what does not fit: their thread ends the process only once
+    it has written them, and whoever sets or cancels the timer meanwhile waits for that thread.
+    """
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_NOCTTY
     try:
-        while True:
-            now = [number() for number in progress]
-            all_new = all(new != old for new, old in zip(now, seen, strict=True))
-            if all_new and _is_set(timeout_s):
-                seen = [*now]
-            await asyncio.sleep(timeout_s / _LOOKS)
+        number = os.open("/proc/self/fd/2", flags)
+    except OSError:  # a socket, or a file of another user
+        yield 2
+        return
+    try:
+        yield number
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        os.close(number)
 
 
-def _is_set(timeout_s: float) -> bool:
+def _is_set(timeout_s: float, stderr: int) -> bool:
     """Set the timer anew. False: there is none now, since its thread cannot be started."""
     try:
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=stderr)
     except RuntimeError as error:  # as many threads as this process may have
         log.warning("nobody watches whether this process stands still: %s; trying again", error)
         return False

@@ -1,6 +1,7 @@
 """A process that stands still ends by itself and says where it stood; one that is well goes on."""
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -97,6 +98,43 @@ def test_a_loop_that_stands_still_ends_its_process() -> None:
     ended = _run(program)
     assert (ended.returncode, ended.stdout) == (1, "well until now\n")
     assert "line 7 in main" in ended.stderr
+
+
+_FULL = """
+import asyncio, itertools, os, threading, time
+from transfer.watchdog import watch
+
+async def main():
+    for _ in range(20):  # stacks that are longer than what still fits
+        threading.Thread(target=time.sleep, args=({patience_s},), daemon=True).start()
+    os.set_blocking(2, False)
+    for size in (4096, 1):
+        try:
+            while True:
+                os.write(2, b"x" * size)
+        except BlockingIOError:
+            pass
+    os.set_blocking(2, True)
+    task = asyncio.create_task(watch({timeout_s}, itertools.count().__next__))
+    await asyncio.sleep({timeout_s})
+    time.sleep({patience_s})
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_stands_still_ends_though_nobody_reads_its_stacks() -> None:
+    reader, writer = os.pipe()
+    program = _FULL.format(timeout_s=_TIMEOUT_S, patience_s=_PATIENCE_S)
+    try:
+        command = [sys.executable, "-c", program]
+        ended = subprocess.run(
+            command, cwd=ROOT, stderr=writer, timeout=_PATIENCE_S / 2, check=False
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert ended.returncode == 1
 
 
 async def test_progress_and_the_end_of_watching_put_the_end_off(
