@@ -31,7 +31,11 @@ class Turns:
         long.
         """
         ticket = await self._limiter.admit()
-        running = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RuntimeError:  # as many threads as this process may have: the next call tries again
+            ticket.release()
+            raise
 
         def over(running: asyncio.Future[T]) -> None:
             ticket.release()
