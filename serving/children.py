@@ -307,11 +307,13 @@ class Supervisor:
                 waits.append(asyncio.create_task(child.process.wait()))
             if waits:
                 await asyncio.wait(waits, timeout=self._stop_timeout_s / 4)
-        for child in self._children:
-            if child.process.returncode is None:
-                log.warning("%s does not stop: killed", child.spec.name)
-                child.process.kill()
-                await child.process.wait()
+        left = [child for child in self._children if child.process.returncode is None]
+        for child in left:
+            log.warning("%s does not stop: killed", child.spec.name)
+            child.process.kill()
+        ends = [asyncio.create_task(child.process.wait()) for child in left]
+        if ends:  # one that waits for a disk or a driver does not even end then
+            await asyncio.wait(ends, timeout=self._stop_timeout_s)
         os.close(self._lifeline_write)
 
 

@@ -35,6 +35,19 @@ def child(code: str) -> children.ChildSpec:
     return children.ChildSpec("child", ("tests.serving.child", code), (found_in,))
 
 
+class _Stuck:
+    """A process that SIGKILL does not end."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+
 async def test_a_ready_child_tells_its_facts(supervisor: children.Supervisor) -> None:
     running = await supervisor.start(child(TELL_READY + WAIT))
     assert await running.wait_ready() == {"port": 1}
@@ -294,6 +307,22 @@ async def test_a_child_that_does_not_listen_is_killed(supervisor: children.Super
     await running.wait_ready()
     await supervisor.stop()
     assert running.process.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_does_not_even_end_when_killed_keeps_nobody_from_ending(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a disk or a driver."""
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    stuck, other = [await supervisor.start(child(deaf + TELL_READY + WAIT)) for _ in range(2)]
+    await children.all_ready([stuck, other])
+    with monkeypatch.context() as patch:
+        patch.setattr(stuck, "process", _Stuck(stuck.process))
+        async with asyncio.timeout(20):
+            await supervisor.stop()
+    assert other.process.returncode == -signal.SIGKILL
+    stuck.process.kill()
+    await stuck.process.wait()
 
 
 async def test_those_in_front_are_stopped_first_then_workers_then_what_these_need(
