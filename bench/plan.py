@@ -107,7 +107,7 @@ class PlanConfig:
     max_seqs_per_chunk: int = 8  # prompts packed into one chunk
     max_running_requests: int = 0  # slots of all ranks, as of a worker; 0: 256 for each
     transfer_queue_bytes: int = 2 << 30
-    device_memory_gib: float = 139.0
+    device_memory_gib: float = 104.0  # three quarters of an H200
     copy_gb: float = 4300.0  # a second, read and written
     matmul_tflop: float = 790.0  # a second
     link_gb: float = 25.0  # a second
@@ -161,7 +161,7 @@ HELP = {
     "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",
     "max_running_requests": "slots: maximum number of requests decoded at once, over all "
     "data-parallel ranks; 0: 256 for each rank",
-    "device_memory_gib": "memory of a device, in GiB",
+    "device_memory_gib": "GiB that JAX takes of a device: three quarters of it by default",
     "copy_gb": "GB per second that a device reads and writes",
     "matmul_tflop": "10^12 operations per second of a device's matrix products",
     "link_gb": "GB per second from a prefill to a decode worker",

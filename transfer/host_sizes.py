@@ -4,9 +4,11 @@ import logging
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import psutil
+
 from model.config import KVSpec
-from model.errors import ModelError
-from model.host_memory import available_bytes
+from model.errors import MemoryShortage, ModelError
+from model.host_memory import available_bytes, total_bytes
 from model.opening import OpenedModel
 from model.page_runs import RUNS_PLACED_AHEAD, memory_pinner
 from model.programs import mib
@@ -109,14 +111,17 @@ def _promise(config: WorkerConfig, kv: KVSpec, most: int, idle_bytes: int = 0) -
     """Promise this node's part of so many pages, in bytes. Call in a turn.
 
     idle_bytes: of other memory for them, if a node has all shards. Raises ModelError if the host
-    has no room for it.
+    has no room for it, and MemoryShortage if something else has that room now.
     """
     num_shards = sum(nodes.count(config.node_rank) for nodes in set(config.nodes))
     pages_bytes = most * kv.all_layers_bytes * num_shards // config.tp_size
     needed = pages_bytes + idle_bytes * num_shards // config.tp_size
-    left = available_bytes() - PROMISES.outstanding_bytes() - PROMISES.outstanding_own_bytes()
+    own = PROMISES.outstanding_own_bytes()
+    left = available_bytes() - PROMISES.outstanding_bytes() - own
     if needed > left:
-        raise ModelError(
+        alone = psutil.Process().memory_info().rss + own + needed
+        kind = MemoryShortage if alone <= total_bytes() else ModelError
+        raise kind(
             f"--enable-hierarchical-cache: {most} pages take {mib(needed)} of the host's memory, "
             f"of which {mib(max(left, 0))} are left; choose a --hicache-size or --hicache-ratio "
             "that fits"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from model.config import KVSpec
-from model.errors import ModelError
+from model.errors import MemoryShortage, ModelError
 from model.opening import OpenedModel
 from model.promises import Promises
 from prefill.config import PrefillConfig
@@ -63,6 +63,16 @@ def test_beside_what_the_worker_itself_has_promised_there_must_be_room(promises:
     line = r"1600 pages take 200\.0 MiB of the host's memory, of which [0-9.]+ MiB are left"
     with pytest.raises(ModelError, match=line):
         check()
+
+
+@pytest.mark.parametrize(("total", "kind"), [(1 << 40, MemoryShortage), (1200 * MIB, ModelError)])
+def test_a_host_that_has_the_room_at_other_times_may_have_it_later(
+    promises: Promises, monkeypatch: pytest.MonkeyPatch, total: int, kind: type[ModelError]
+) -> None:
+    monkeypatch.setattr(host_sizes, "total_bytes", lambda: total)
+    with pytest.raises(ModelError) as refused:
+        check(hicache_ratio=12.0)  # 1200 MiB, beside what this process has
+    assert refused.type is kind
 
 
 def test_each_node_needs_memory_for_its_own_shards(promises: Promises) -> None:
