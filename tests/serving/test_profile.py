@@ -10,6 +10,7 @@ from jax.profiler import ProfileData
 
 from decode.config import DecodeConfig
 from tests.cluster import up, wait_until
+from tests.recording import until
 from tests.served import CROWD
 from tests.serving.live import live_server
 from tests.serving.test_app import error_of
@@ -88,6 +89,7 @@ def test_flags_that_allow_no_profile_are_refused(flags: dict[str, Any], message:
 async def test_no_profile_begins_where_nothing_is_served() -> None:
     async with live_server() as live:
         await live.cluster.decode[0].kill(unlist=True)
+        await until(lambda: not live.dispatcher.cluster_ready())
         for path in ("/start_profile", "/stop_profile"):
             assert (await live.http.post(path)).status_code == 503
 
