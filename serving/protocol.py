@@ -417,7 +417,9 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
 
     extra_key: SGLang's second name for such a text.
     """
-    return f"{cache_salt or ''}\0{extra_key}" if extra_key else cache_salt or ""
+    salt, key = cache_salt or "", extra_key or ""
+    # With a length in front, as either may have any character.
+    return f"{len(salt)}:{salt}{key}" if salt or key else ""
 
 
 def request_id_of(

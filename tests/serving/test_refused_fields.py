@@ -116,8 +116,10 @@ async def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing(
 @pytest.mark.parametrize("read", [completion, chat, responses, generate])
 async def test_an_extra_key_separates_cached_prefixes_as_a_salt_does(read: Read) -> None:
     asked = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}]
+    asked += [{"cache_salt": text} for text in ("\0a", "a\0b", "0:a", "1:ab", "1:a")]
+    asked += [{"cache_salt": "a\0b", "extra_key": "c"}, {"cache_salt": "a", "extra_key": "b\0c"}]
     salts = [(await read(**fields)).cache_salt for fields in asked]
-    assert salts[:2] == ["", "a"]
+    assert salts[0] == ""
     assert len({*salts}) == len(asked)
     for nothing in ("", None):
         assert (await read(extra_key=nothing)).cache_salt == ""
