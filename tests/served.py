@@ -27,7 +27,7 @@ CROWD = (
     "--decode-max-total-tokens=640",
     "--max-inflight-requests=64",
 )
-# The same for tests whose requests outnumber the slots.
+# For tests whose requests outnumber the slots; these systems share their programs, too.
 FEW_SLOTS = (
     f"--context-length={CONTEXT}",
     "--page-size=16",

@@ -117,7 +117,7 @@ async def main():
     os.set_blocking(2, True)
     task = asyncio.create_task(watch({timeout_s}, itertools.count().__next__))
     await asyncio.sleep({timeout_s})
-    time.sleep({patience_s})
+    time.sleep({patience_s})  # the loop hangs; only the watchdog ends it before that
 
 asyncio.run(main())
 """
