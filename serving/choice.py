@@ -235,6 +235,7 @@ def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
             400,
             f"expected at most {MAX_PROMPT_LOGPROBS} logprobs of prompts, alternatives and all "
             f"choices counted, got {count}: ask fewer prompts, choices or alternatives at once",
+            code="invalid_value",
         )
 
 

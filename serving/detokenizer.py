@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from serving.json_bytes import dumps
+from serving.marked_text import TOKEN_SEAL
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -187,7 +188,8 @@ class StopStrings:
     """Watches one stream for stop strings; holds back text that may be the start of one.
 
     The match is the one that ends first, and of those the longest; so it does not depend on
-    where the text was cut into pieces. Source of the automaton: Knuth, Morris, Pratt, "Fast
+    where the text was cut into pieces. A TOKEN_SEAL in the text is passed over: a stop string may
+    have a marker anywhere. Source of the automaton: Knuth, Morris, Pratt, "Fast
     pattern matching in strings", SIAM J. Comput. 6(2), 1977.
     """
 
@@ -221,8 +223,9 @@ class StopStrings:
             if stop is not None:
                 self._matched = stop
                 self._held = ""
-                return text[: end + 1 if self._include else end + 1 - len(stop)], stop
-        cut = len(text) - max(self._states)
+                shown = end + 1 if self._include else _start_of_last(text, end + 1, len(stop))
+                return text[:shown], stop
+        cut = _start_of_last(text, len(text), max(self._states))
         self._held = text[cut:]
         return text[:cut], None
 
@@ -235,6 +238,8 @@ class StopStrings:
     def _step(self, character: str) -> str | None:
         """Advance every automaton by a character; the longest stop that ends here, if any."""
         found: str | None = None
+        if character == TOKEN_SEAL:
+            return None
         for index, stop in enumerate(self._stops):
             state = self._states[index]
             while state and stop[state] != character:
@@ -247,6 +252,14 @@ class StopStrings:
                 state = self._fallbacks[index][state]
             self._states[index] = state
         return found
+
+
+def _start_of_last(text: str, end: int, count: int) -> int:
+    """Where the last `count` characters of text[:end] begin, with no TOKEN_SEAL counted."""
+    start = end - count
+    while (short := count - (end - start) + text.count(TOKEN_SEAL, start, end)) > 0:
+        start -= short
+    return start
 
 
 @lru_cache(maxsize=64)  # all choices of a request have the same

@@ -29,6 +29,8 @@ def messages_of_blocks(
     for place, message in enumerate(given):
         where = f"messages[{place}]"
         role, content = message.get("role"), message.get("content")
+        if content is None and role != "user":
+            content = ""  # as in chats: an answer without text that comes back
         if role == "assistant":
             messages.append(_assistants(content, f"{where}.content"))
         elif role == "user":

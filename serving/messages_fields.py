@@ -53,6 +53,7 @@ class MessagesFields(ConversationFields, kw_only=True):
     logprobs: NotServed[Any] = None
     # Names that chats have for fields which have other names here: refused, naming those.
     max_completion_tokens: Any = None
+    reasoning: Any = None
     reasoning_effort: Any = None
 
 
@@ -60,6 +61,7 @@ class MessagesFields(ConversationFields, kw_only=True):
 OWN_NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning": "thinking",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "stop": "stop_sequences",

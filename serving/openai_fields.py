@@ -221,7 +221,7 @@ def _take_reasoning(fields: ChatFields, asked: ChatReasoning) -> None:
             raise bad_field("reasoning", f"says something else than {name}")
         if value is not None:
             setattr(fields, name, value)
-    if asked.enabled is not None and asked.effort is None:
+    if asked.enabled is not None and fields.reasoning_effort is None:
         switches = {"enable_thinking": asked.enabled, "thinking": asked.enabled}
         fields.chat_template_kwargs = switches | (fields.chat_template_kwargs or {})
 

@@ -101,7 +101,8 @@ def _others(item: dict[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type") or "message"
     if kind == "function_call_output":
         call_id = text_at(item, "call_id", where)
-        content = _content(item.get("output"), f"{where}.output")
+        output = item.get("output")
+        content = _content("" if output is None else output, f"{where}.output")
         return {"role": "tool", "tool_call_id": call_id, "content": content}
     if kind == "item_reference":
         how = "send the item itself, as clients do when they are given store: false"
@@ -110,8 +111,10 @@ def _others(item: dict[str, Any], where: str) -> dict[str, Any]:
     if kind != "message":
         message = f"{where}: this server does not support items of type {quoted(kind)}"
         raise ApiError(400, message, "input", "unsupported_parameter")
-    role = text_at(item, "role", where)
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+    role, said = text_at(item, "role", where), item.get("content")
+    if said is None and role != "user":
+        said = ""
+    return {"role": role, "content": _content(said, f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:

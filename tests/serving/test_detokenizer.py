@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from serving.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopStrings, WindowDecoder
+from serving.marked_text import TOKEN_SEAL
 from serving.tokenizer import Tokenizer
 from tests.serving.test_tokenizer import GOLDENS, sentencepiece_like
 
@@ -184,6 +185,28 @@ def test_stop_strings_cut_where_the_plain_search_does_and_never_leak(pieces, sto
         assert shown == text[: start + len(stop) if include else start]
         assert judge.flush() == ""
     assert judge.flush() == ""
+
+
+@given(
+    pieces=st.lists(st.text(alphabet=f"ab{TOKEN_SEAL}", max_size=5), max_size=8),
+    stops=st.lists(letters, min_size=1, max_size=2).map(tuple),
+    include=st.booleans(),
+)
+def test_stop_strings_pass_over_the_seals_of_markers(pieces, stops, include):
+    judge, plain = StopStrings(stops, include), StopStrings(stops, include)
+    shown, arrived = "", ""
+    for piece in pieces:
+        arrived += piece
+        new, found = judge.feed(piece)
+        shown += new
+        expected = plain.feed(piece.replace(TOKEN_SEAL, ""))
+        assert (new.replace(TOKEN_SEAL, ""), found) == expected
+        assert arrived.startswith(shown)
+    if found := judge.feed("")[1]:
+        # A seal stays with the marker before it, unless the stop string ends there.
+        assert include or not arrived.removeprefix(shown).startswith(TOKEN_SEAL)
+    else:
+        assert shown + judge.flush() == arrived
 
 
 def test_text_after_a_match_is_dropped():

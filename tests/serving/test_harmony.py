@@ -152,6 +152,15 @@ async def test_an_answer_without_channels_is_text(tmp_path: Path) -> None:
         assert await both_chats(live) == ("", f"Yes. {QUOTED}", [], "stop")
 
 
+@pytest.mark.parametrize("interval", [1, 1000])
+async def test_a_stop_string_may_have_markers_anywhere(interval: int, tmp_path: Path) -> None:
+    final: Written = [*THOUGHT, CHANNEL, "final", MESSAGE, "Yes."]
+    async with model_that_writes(final, tmp_path, interval, ends="<|return|>") as live:
+        assert await both_chats(live, stop="final<|message|>No") == (QUOTED, "Yes.", [], "stop")
+        assert await both_chats(live, stop="final<|message|>Y") == (QUOTED, "", [], "stop")
+        assert await both_chats(live, stop="<|end|><|start|>") == (QUOTED, "", [], "stop")
+
+
 async def test_a_call_without_text_has_no_arguments(tmp_path: Path) -> None:
     call = {"name": "write", "arguments": "{}"}
     async with model_that_writes([*THOUGHT, *TO_TOOL], tmp_path) as live:

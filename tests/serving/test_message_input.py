@@ -224,6 +224,8 @@ def answers(*blocks: Any) -> dict[str, Any]:
         ({"max_completion_tokens": 3}, "max_completion_tokens: is called max_tokens here"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls: is called tool_choice.disable_par"),
         ({"response_format": {"type": "text"}}, "response_format: is called output_config.format"),
+        ({"reasoning": {"enabled": True}}, "reasoning: is called thinking here"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content: expected text"),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
@@ -235,6 +237,16 @@ async def test_what_is_wrong_or_not_served_is_refused_by_its_own_name(
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["message"].startswith(message)
+
+
+def test_only_a_user_s_message_must_have_a_content() -> None:
+    others: list[dict[str, Any]] = [{"role": "system"}, {"role": "assistant", "content": None}]
+    assert messages_of_blocks([USER, *others, USER], None) == [
+        USER,
+        {"role": "system", "content": ""},
+        {"role": "assistant", "content": ""},
+        USER,
+    ]
 
 
 def test_blocks_are_counted_before_any_is_looked_at() -> None:

@@ -74,6 +74,18 @@ def test_what_was_said_before_and_after_a_call_stays_on_lines_of_its_own() -> No
     assert len(turn["tool_calls"]) == 2
 
 
+def test_only_a_user_s_item_must_have_a_content() -> None:
+    said = {"role": "assistant", "content": None}
+    output = {"type": "function_call_output", "call_id": "f", "output": None}
+    assert messages_of_input([said, output, {"role": "developer"}], None) == [
+        {"role": "assistant", "content": [{"type": "text", "text": ""}]},
+        {"role": "tool", "tool_call_id": "f", "content": ""},
+        {"role": "developer", "content": ""},
+    ]
+    with pytest.raises(ApiError, match=r"input\[0\].content: expected text"):
+        messages_of_input([{"role": "user"}], None)
+
+
 def test_thoughts_that_are_not_told_leave_nothing() -> None:
     secret = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}
     user, said = {"role": "user", "content": "Q"}, {"role": "assistant", "content": None}

@@ -86,6 +86,7 @@ def test_variables_that_no_template_could_take_stop_the_start(wrong: str) -> Non
         ({"reasoning": {"effort": "high"}}, "a|high|thought"),
         ({"reasoning": {"effort": "high"}, "reasoning_effort": "high"}, "a|high|thought"),
         ({"reasoning": {"effort": "none", "enabled": True}}, "a|none|no thought"),
+        ({"reasoning": {"enabled": True}, "reasoning_effort": "none"}, "a|none|no thought"),
         ({"reasoning": {"enabled": True, "summary": "auto"}}, "a||thought"),
         ({"reasoning": {"enabled": False, "exclude": True}}, "a||no thought"),
         (
