@@ -11,6 +11,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +39,7 @@ from model.sharding import (
     replicated,
     swap_experts,
 )
+from model.threads import in_daemon_thread
 from model.transformer import Model
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class PlacedExperts:
         self._counts: Array | None = None  # on their way to the host
         self._left: deque[tuple[int, np.ndarray]] = deque()  # layers to look at, with their counts
         self._seen: list[tuple[float, float]] = []  # their balancedness, before and after
+        self.written: Future[None] | None = None  # done when the last counts are in their file
         # Another thread may read them, so no name is added later.
         self.counters: dict[str, float] = {}
         if policy.enable_eplb:
@@ -161,20 +164,15 @@ class PlacedExperts:
         return params
 
     def _write(self, counts: np.ndarray) -> None:
-        """Write the counts, so that a later start may use them; a reader sees all or none."""
+        """Have the counts written by a thread, for the folder may be on a disk that hangs."""
         if not self._policy.expert_distribution_file or not is_leader():
             return
         file = Path(self._policy.expert_distribution_file)
-        # Containers that share the folder may have the same process id.
-        begun = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            try:
-                begun.write_text(json.dumps({_COUNTS: counts.tolist()}))
-                begun.replace(file)
-            finally:
-                begun.unlink(missing_ok=True)
-        except OSError as error:
-            log.error("--expert-distribution-file %s is not written: %s", file, error)
+        if self.written is not None and not self.written.done():
+            what = "the counts before these are still being written"
+            log.error("--expert-distribution-file %s is not written: %s", file, what)
+            return
+        self.written = in_daemon_thread(lambda: _write(file, counts), "expert counts")
 
     # --- one layer ------------------------------------------------------------------------------
 
@@ -231,6 +229,20 @@ class PlacedExperts:
         cfg, mesh = self._model.cfg, self._model.mesh
         zeros = np.zeros((num_ranks(mesh), cfg.num_layers, cfg.num_experts), np.int32)
         return _sent(zeros, NamedSharding(mesh, RANKS))
+
+
+def _write(file: Path, counts: np.ndarray) -> None:
+    """Write the counts, so that a later start may use them; a reader sees all or none."""
+    # Containers that share the folder may have the same process id.
+    begun = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        try:
+            begun.write_text(json.dumps({_COUNTS: counts.tolist()}))
+            begun.replace(file)
+        finally:
+            begun.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("--expert-distribution-file %s is not written: %s", file, error)
 
 
 def _sent(array: np.ndarray, sharding: NamedSharding) -> Array:

@@ -1,6 +1,7 @@
 """Experts move while a network is in use: weights, map and counts agree afterwards."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,7 @@ def test_what_was_counted_is_written_as_the_next_start_reads_it(
     while not experts.counters["eplb_rebalances"]:
         params = experts.turn(params)
         experts.counted(experts.args.loads)
+    _have_written(experts)
     assert json.loads(file.read_text()) == {"logical_count": counts.tolist()}
     again = _open("mixtral", 2, 2, 1, ExpertPolicy(2, str(file))).experts
     assert (np.sort(again.placed) == np.sort(experts.placed)).all()
@@ -198,6 +200,7 @@ def test_what_was_counted_is_written_as_the_next_start_reads_it(
     while experts.counters["eplb_rebalances"] < 2:
         params = experts.turn(params)
         experts.counted(experts.args.loads)
+    _have_written(experts)
     assert f"{file} is not written: " in caplog.text
 
 
@@ -214,10 +217,12 @@ def test_two_workers_of_one_process_id_may_write_one_file(
         """Let the other write its counts while the first is in the middle of writing its own."""
         monkeypatch.setattr(Path, "replace", replace)
         _counted_rows(opened, other, 2)
+        _have_written(other)
         return replace(begun, target)
 
     monkeypatch.setattr(Path, "replace", after_the_other)
     counts = _counted_rows(opened, one, 1)
+    _have_written(one)
     assert json.loads(file.read_text()) == {"logical_count": counts.tolist()}
     assert "is not written" not in caplog.text
     assert list(tmp_path.iterdir()) == [file]
@@ -231,8 +236,40 @@ def test_what_could_not_be_written_leaves_nothing_behind(
     policy = ExpertPolicy(0, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
     opened = _open("mixtral", 2, 2, 1, policy)
     _counted_rows(opened, opened.experts, 1)
+    _have_written(opened.experts)
     assert f"{file} is not written: " in caplog.text
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_disk_that_hangs_holds_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "counts.json"
+    policy = ExpertPolicy(0, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
+    opened = _open("mixtral", 2, 2, 1, policy)
+    experts = PlacedExperts(opened.model, policy)
+    disk_works = threading.Event()
+    replace = Path.replace
+
+    def replace_later(begun: Path, target: Path) -> Path:
+        assert disk_works.wait(60)
+        return replace(begun, target)
+
+    monkeypatch.setattr(Path, "replace", replace_later)
+    compile_all(experts.programs(abstract_like(opened.params)))
+    counts, params = _counted_rows(opened, experts, 1), opened.params
+    while experts.counters["eplb_rebalances"] < 2:
+        params = experts.turn(params)
+        experts.counted(experts.args.loads)
+    assert f"{file} is not written: the counts before these are still being" in caplog.text
+    disk_works.set()
+    _have_written(experts)
+    assert json.loads(file.read_text()) == {"logical_count": counts.tolist()}
+
+
+def _have_written(experts: PlacedExperts) -> None:
+    assert experts.written is not None
+    experts.written.result(60)
 
 
 def _counted_rows(opened: OpenedModel, experts: PlacedExperts, seed: int) -> np.ndarray:
