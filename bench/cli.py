@@ -70,7 +70,9 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument(
         "--fail-on-worse", action="store_true", help="exit 1 if a row is worse or missing"
     )
-    plotting.add_argument("what", choices=("frontend",), help="the benchmark to draw")
+    plotting.add_argument(
+        "what", choices=("frontend",), metavar="BENCHMARK", help="the benchmark to draw: frontend"
+    )
     plotting.add_argument("rows", type=Path, metavar="RESULTS.jsonl", help="its rows")
     plotting.add_argument(
         "--out", type=Path, required=True, metavar="FILE.svg", help="where to write the picture"
@@ -78,6 +80,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
 
 
 _BUDGET_S = at_least(0.001, float)
+_REPEATED = "may be repeated; default: all"
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
@@ -88,16 +91,18 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help=f"shape of the model: {', '.join(sorted(SHAPES))}",
     )
-    parser.add_argument("--only", action="append", choices=KERNEL_PARTS, help="may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=KERNEL_PARTS, help=f"part to time; {_REPEATED}"
+    )
     parser.add_argument("--budget-s", type=_BUDGET_S, default=0.5, help="seconds per measurement")
 
 
 def _add_transfer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--only", action="append", metavar="WORKLOAD", help="small, a, b or c; repeatable"
+        "--only", action="append", metavar="WORKLOAD", help=f"small, a, b or c; {_REPEATED}"
     )
     parser.add_argument(
-        "--backend", action="append", choices=("shm", "tcp", "nixl"), help="repeatable"
+        "--backend", action="append", choices=("shm", "tcp", "nixl"), help=_REPEATED
     )
     parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="seconds per measurement")
     parser.add_argument(
@@ -232,7 +237,7 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", action="append", choices=ROUTING_PARTS, help="repeatable")
+    parser.add_argument("--only", action="append", choices=ROUTING_PARTS, help=_REPEATED)
     parser.add_argument(
         "--seconds",
         type=at_least(1, float),
@@ -284,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, RuntimeError, ConfigError) as error:
         if args.bench_command == "kernels" and not isinstance(error, BadRows | OSError):
             raise  # an error of the device needs its traceback
-        print(f"kvferry bench: {error}", file=sys.stderr)
+        print(f"kvferry bench {args.bench_command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
 
 

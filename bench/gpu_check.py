@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
     parser.add_argument("--shape", choices=sorted(SHAPES), help="for parts not named after a shape")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument(
-        "--budget-s", type=at_least(0.001, float), default=0.4, help="seconds per measurement"
+        "--budget-s",
+        type=at_least(0.001, float),
+        default=0.4,
+        help="seconds per measurement (default: 0.4)",
     )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=TOTAL_S, help=argparse.SUPPRESS)

@@ -161,9 +161,9 @@ HELP = {
     "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",
     "max_running_requests": "slots: maximum number of requests decoded at once, over all "
     "data-parallel ranks; 0: 256 for each rank",
-    "device_memory_gib": "GiB that JAX takes of a device: three quarters of it by default",
-    "copy_gb": "GB per second that a device reads and writes",
-    "matmul_tflop": "10^12 operations per second of a device's matrix products",
+    "device_memory_gib": "GiB that JAX takes of a device, three quarters of what an H200 has",
+    "copy_gb": "GB per second that a device reads and writes, about an H200's",
+    "matmul_tflop": "10^12 operations per second of a device's matrix products, about an H200's",
     "link_gb": "GB per second from a prefill to a decode worker",
 }
 # The same as of workers.
@@ -376,7 +376,11 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
     cfg, whole = prefill.shape.cfg, plan.request_tokens
     if whole > cfg.max_position_embeddings:
         raise ModelError(f"{whole} tokens are above the model's {cfg.max_position_embeddings}")
-    lines = [f"{cfg.architecture}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out"]
+    rates = f"{plan.copy_gb:,g} GB/s, {plan.matmul_tflop:,g} TFLOP/s"
+    lines = [
+        f"{cfg.architecture}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out",
+        f"a device: {plan.device_memory_gib:,g} GiB, {rates}; link: {plan.link_gb:,g} GB/s",
+    ]
     held = ("prefill", prefill, plan.input_tokens), ("decode", decode, whole)
     for role, group, tokens in held:
         if not group.requests(tokens):

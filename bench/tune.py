@@ -83,13 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rows", action="append", type=float, choices=[*ROWS], help="rows of an expert; repeatable"
     )
-    parser.add_argument("--out", type=Path, default=tuned.TABLE, metavar="FILE")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=tuned.TABLE,
+        metavar="FILE",
+        help="table to write; default: the one that kernels read",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument(
         "--budget-s",
         type=at_least(0.001, float),
         default=0.03,
-        help="seconds to time one product",
+        help="seconds to time one product (default: 0.03)",
     )
     args = parser.parse_args(argv)
     if not os.access(args.out if args.out.exists() else args.out.parent, os.W_OK):

@@ -4,5 +4,5 @@ from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """Folder of a Qwen3-MoE checkpoint in Hugging Face layout, about 8 MiB."""
+    """Folder of a Qwen3-MoE checkpoint in Hugging Face layout, about 7 MiB."""
     return Path(__file__).resolve().parent / "demo_model"

@@ -80,6 +80,7 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
 def _parser(prog: str, roles: Roles) -> flags.Parser:
     parser = flags.Parser(prog=prog, description="start prefill, decode and the API on this host")
     texts = api.HELP | {"model_path": f"{api.HELP['model_path']}; default: the demo model"}
+    texts |= {"context_length": WORKER_HELP["context_length"]}
     flags.add_flags(
         parser, ServeConfig, texts, skip=("registry_address",), optional=("model_path",)
     )

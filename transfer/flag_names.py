@@ -1,6 +1,7 @@
 """Names of flags: that of a field, and the one that was meant by an unknown name."""
 
 import difflib
+import re
 from collections.abc import Collection
 from typing import Final
 
@@ -12,6 +13,8 @@ _ELSEWHERE: Final = {
     "--data-parallel-size": "--dp-size",
     "--dp": "--dp-size",
     "--enable-auto-tool-choice": "--tool-call-parser",
+    "--enable-dp-attention": "--dp-size",
+    "--enable-ep-moe": "--ep-size",
     "--enable-expert-parallel": "--ep-size",
     "--enable-lora": _ADAPTERS,
     "--ep": "--ep-size",
@@ -28,11 +31,37 @@ _ELSEWHERE: Final = {
     "--max-num-seqs": "--max-running-requests",
     "--max-prefill-tokens": "--chunked-prefill-size",
     "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--port": "--disaggregation-bootstrap-port",  # of the registry, which has no other
     "--speculative-config": "--speculative-algorithm",
     "--tensor-parallel-size": "--tp-size",
     "--tp": "--tp-size",
 }
-_ROLES: Final = "--disaggregation-mode"
+_PIPELINE: Final = "layers are not divided into a pipeline; --tp-size divides each of them"
+_CHOSEN: Final = "it is chosen by the platform"
+# What is to be said of a name for which there is no flag, at least not of the same command.
+_SAID: Final = {
+    "--attention-backend": _CHOSEN,
+    "--device": "JAX takes the devices that it finds, or those of $JAX_PLATFORMS",
+    "--disaggregation-bootstrap-port": "kvferry registry listens there; all others are given "
+    "--registry-address HOST:PORT",
+    "--disaggregation-mode": "each role is a command: kvferry prefill, kvferry decode, kvferry up "
+    "for all",
+    "--enable-chunked-prefill": "prompts are always cut into chunks, of --chunked-prefill-size",
+    "--enable-prefix-caching": "prefixes are kept unless --disable-radix-cache is given",
+    "--grammar-backend": "there is one, llguidance",
+    "--log-level": "$KVFERRY_LOG_LEVEL has the level",
+    "--moe-a2a-backend": _CHOSEN,
+    "--moe-runner-backend": _CHOSEN,
+    "--pipeline-parallel-size": _PIPELINE,
+    "--pp-size": _PIPELINE,
+    "--sampling-backend": _CHOSEN,
+    "--schedule-policy": "there is one: prompts in the order in which they came, long ones aside",
+    "--speculative-draft-model-path": "drafts are taken from the text, by --speculative-algorithm "
+    "NGRAM",
+    "--tokenizer": "the tokenizer is the one in --model-path",
+    "--tokenizer-path": "the tokenizer is the one in --model-path",
+}
+_ROLE: Final = re.compile(r"^--(prefill|decode)-")
 
 
 def flag_name(field: str) -> str:
@@ -42,17 +71,19 @@ def flag_name(field: str) -> str:
 
 def hint(flag: str, known: Collection[str]) -> str:
     """What to add to the error about an unknown flag; "" for nothing."""
-    if flag == _ROLES:
-        return "; each role is a command: kvferry prefill, kvferry decode, kvferry up for all"
-    ours = _ELSEWHERE.get(flag, flag if flag == _ADAPTERS else None)
+    flag = f"--{flag.lstrip('-')}"  # -tp, as others take it too
+    role = _ROLE.match(flag)
+    plain = f"--{flag[role.end() :]}" if role else flag
+    if plain in _SAID and plain not in known:
+        return f"; {_SAID[plain]}"
+    ours = _ELSEWHERE.get(plain, plain if plain == _ADAPTERS else None)
     if ours == _ADAPTERS and ours not in known:
         return f"; prefill, decode and up take adapters, by {_ADAPTERS}"
-    # Names with something in front: --decode-page-size is --page-size.
-    shorter = [name for name in known if name[:2] == "--" and flag.endswith(name[1:])]
-    if ours is None and shorter:
-        close = [max(shorter, key=len)]
-    elif ours is None:
-        close = difflib.get_close_matches(flag, known, n=1)
+    if ours is not None:
+        close = [f"{role[0]}{ours[2:]}" if role else ours, ours]
     else:
-        close = [ours] if ours in known else []
-    return "".join(f"; did you mean {name}?" for name in close)
+        # Names with something in front: --decode-page-size is --page-size.
+        shorter = [name for name in known if name[:2] == "--" and flag.endswith(name[1:])]
+        close = [max(shorter, key=len)] if shorter else difflib.get_close_matches(flag, known, n=1)
+    meant = next((name for name in close if name in known), None)
+    return f"; did you mean {meant}?" if meant else ""

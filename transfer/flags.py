@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import ssl
 import sys
@@ -36,6 +37,7 @@ LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 4096  # every call carries it in a header, and gRPC bounds headers by 8 KiB
 _MOST = (1 << 63) - 1
+_FLAG = re.compile(r"--?[a-zA-Z]|--.")  # not a negative number, nor "--" alone
 
 _orphaned: list[Callable[[], None]] = []  # callbacks of when_orphaned
 
@@ -58,9 +60,13 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word != word.encode(errors="replace").decode():
                 self.error(f"expected UTF-8, got {word!r}")
-        flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+        flags = [word.partition("=")[0] for word in words if _FLAG.match(word)]
         if self._subparsers is not None:
             flags = []  # most belong to the subcommand, whose parser sees them next
+        elif words and words[0] and words[0][0] != "-" and not self._get_positional_actions():
+            model = "; --model-path takes the model's folder"
+            given = self._option_string_actions
+            self.error(f"unexpected {words[0]!r}{model if '--model-path' in given else ''}")
         for flag in flags:
             # A word with a blank is a value, as of --server-args "--tp-size 2".
             if flag not in self._option_string_actions and " " not in flag:

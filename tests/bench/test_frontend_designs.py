@@ -140,7 +140,7 @@ def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events()
 def test_what_makes_no_sense_is_refused_in_a_line(words, told, capsys):
     # A Python that is named correctly but does not work is no usage error.
     assert cli.run(arguments(*words)) == (1 if "-python /" in told else 2)
-    assert f"kvferry bench: {told}" in capsys.readouterr().err
+    assert f"kvferry bench frontend: {told}" in capsys.readouterr().err
 
 
 def test_typed_designs_say_what_they_lack(monkeypatch):

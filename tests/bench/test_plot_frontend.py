@@ -102,7 +102,7 @@ def test_the_picture_of_the_docs_is_of_the_rows_that_they_name(tmp_path):
 def test_what_cannot_be_drawn_is_refused_in_a_line(tmp_path, capsys):
     results = write(tmp_path / "rows.jsonl", rows_of_two_intervals()[:1])
     assert plot(str(results), "--out", str(tmp_path / "a.svg")) == 2
-    assert "kvferry bench: no rows to draw" in capsys.readouterr().err
+    assert "kvferry bench plot: no rows to draw" in capsys.readouterr().err
     results = write(tmp_path / "rows.jsonl", rows_of_two_intervals())
     assert plot(str(results), "--out", str(tmp_path / "a.png")) == 2
     assert "--out must end in .svg, got" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_with_no_rows_there_is_nothing_to_compare(names, tmp_path, capsys):
     (tmp_path / "full").write_text(row().to_json() + "\n")
     (tmp_path / "empty").write_text("")  # from a run that died
     assert main(["compare", *(str(tmp_path / name) for name in names), "--fail-on-worse"]) == 2
-    assert capsys.readouterr().err == f"kvferry bench: {tmp_path / 'empty'} has no rows\n"
+    assert capsys.readouterr().err == f"kvferry bench compare: {tmp_path / 'empty'} has no rows\n"
 
 
 def test_surroundings_without_jax_name_processor_and_versions():

@@ -25,11 +25,18 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--faults", type=int, default=100, help="how many")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--backend", choices=("tcp", "shm", "nixl", "auto"), default="tcp")
-    parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
+    parser.add_argument("--seed", type=int, default=1, help="of what is hurt, and when")
+    parser.add_argument(
+        "--backend", choices=("tcp", "shm", "nixl", "auto"), default="tcp", help="carries pages"
+    )
+    parser.add_argument(
+        "--network",
+        choices=("loopback", "namespaces"),
+        default="loopback",
+        help="namespaces: each process has its own network, which can be cut",
+    )
     parser.add_argument("--clients", type=int, default=6, help="requests in flight")
-    parser.add_argument("--settle-every", type=int, default=25, help="faults")
+    parser.add_argument("--settle-every", type=int, default=25, help="count pages after so many")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: the demo model")
     for role in SIZES:
         parser.add_argument(

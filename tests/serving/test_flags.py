@@ -19,7 +19,7 @@ from serving.registry import RegistryConfig
 from transfer import flags, logs
 from transfer.checks import NamedPath
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
-from transfer.flag_names import _ELSEWHERE, flag_name
+from transfer.flag_names import flag_name
 from transfer.rpc import Security
 from transfer.worker_config import WORKER_HELP
 
@@ -193,10 +193,6 @@ def parse_front(*argv: str) -> ServeConfig:
         (["--pagesize", "16"], "unknown flag --pagesize; did you mean --page-size? ("),
         (["--model-pth=x"], "unknown flag --model-pth; did you mean --model-path? ("),
         (["--zzz"], "unknown flag --zzz ("),
-        (["--tp", "2"], "unknown flag --tp; did you mean --tp-size? ("),
-        (["--max-model-len=9"], "unknown flag --max-model-len; did you mean --context-length? ("),
-        (["--max-num-seqs", "9"], "unknown flag --max-num-seqs ("),  # decode's alone
-        (["--disaggregation-mode=prefill"], "; each role is a command: kvferry prefill, kvferry d"),
         (["--decode-page-size=16"], "unknown flag --decode-page-size; did you mean --page-size? ("),
         (["--page", "16"], "unknown flag --page; did you mean --page-size? ("),
         (["--tp-size", "two"], "argument --tp-size: invalid int value: 'two' ("),
@@ -492,9 +488,3 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         launch._command(name)(["--help"], f"kvferry {name}")
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: kvferry {name} ")
-
-
-def test_what_others_call_a_flag_is_told_by_a_flag_that_there_is() -> None:
-    known = {flag_name(field) for _, field in FIELDS}
-    assert set(_ELSEWHERE.values()) <= known
-    assert not set(_ELSEWHERE) & known
