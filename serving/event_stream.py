@@ -254,8 +254,9 @@ class EventStream:
         try:
             await sending
             while True:
-                self._disarm()
                 self._unread_bytes -= num_bytes
+                if self._unread_bytes <= self._max_unread_bytes:  # else a trickle would be enough
+                    self._disarm()
                 if not self._queue:
                     break
                 data = self._merged()

@@ -217,6 +217,28 @@ async def test_a_client_that_reads_a_little_and_no_more_is_given_up() -> None:
     bench.stream.close()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_client_that_only_trickles_is_given_up(ended: bool) -> None:
+    bench = Bench(max_unread_bytes=100_000)
+    bench.write(b"1")
+    bench.wire.free.clear()
+    bench.wire.takes_one = True
+    for _ in range(5):
+        bench.write(b"x" * 70_000)
+    if ended:
+        bench.write(b"end", last=True)
+    for num_writes in (2, 3):
+        bench.timers.advance(TIMEOUT_S / 3)
+        bench.wire.free.set()
+        await until(lambda: len(bench.wire.bodies) == num_writes)  # noqa: B023  (it runs now)
+    assert not bench.stream.closed.done()
+    bench.timers.advance(TIMEOUT_S / 3 + 1)
+    with pytest.raises(SlowClient):
+        await bench.stream.closed
+    assert bench.wire.was_aborted
+    bench.stream.close()
+
+
 async def test_much_that_waited_leaves_in_several_writes() -> None:
     bench = Bench(max_unread_bytes=1 << 20)
     bench.write(b"0")
