@@ -13,10 +13,10 @@ from model.promises import PROMISES
 from transfer.backend import OnReceiverEvent
 from transfer.choice import arriving_bytes, check_staging, open_receiver
 from transfer.host_sizes import check_host
-from transfer.inbound import Receiver
 from transfer.keeping import most_saving
 from transfer.opened import PoolFacts, open_configured
 from transfer.ports import bind
+from transfer.receiver import Receiver
 from transfer.rpc import Security
 from transfer.tcp import DATA_FLAGS
 

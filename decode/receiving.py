@@ -9,8 +9,8 @@ import numpy as np
 from transfer.backend import Arrived, PagesArrived
 from transfer.errors import TransferError
 from transfer.gathered import RunEngine
-from transfer.inbound import Receiver
 from transfer.layout import Nodes
+from transfer.receiver import Receiver
 
 # Runs that wait for other nodes' shards in memory lent to the connection on which they came. More
 # are copied: otherwise each node could fill such memory with runs of which another's parts wait for

@@ -38,12 +38,12 @@ from transfer.emit import StepEmitter
 from transfer.errors import Code, TransferError
 from transfer.group import Told
 from transfer.host_sizes import Hosts, take_hosts
-from transfer.inbound import Receiver
 from transfer.keeping import keeping_of
 from transfer.opened import PoolFacts
 from transfer.pages import PagePool
 from transfer.prefix_cache import Sharing, flush_caches, reusable_tokens, sharing_salt
 from transfer.prompt_logprobs import CollectedLogprobs
+from transfer.receiver import Receiver
 from transfer.role import RoleWorker
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable

@@ -6,8 +6,8 @@ from model import processors
 from model.config import KVSpec
 from transfer.backend import OnSenderEvent
 from transfer.buffers import PinMemory
-from transfer.inbound import Receiver
 from transfer.nixl import NixlReceiver, NixlSender
+from transfer.receiver import Receiver
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES

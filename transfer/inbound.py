@@ -1,37 +1,17 @@
-"""The receiving side of every backend: checks frames, and collects each room's pages."""
+"""The rules of the receiving end: which frames are taken, and how they become a room's pages."""
 
-import logging
 import math
-import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from model.config import KVSpec
-from transfer import wire
-from transfer.backend import (
-    Finished,
-    FirstToken,
-    Frame,
-    Kind,
-    OnReceiverEvent,
-    PagesArrived,
-    ReceiverEvent,
-    Refused,
-    SenderLost,
-    Source,
-)
-from transfer.errors import BadMessage, Code, FrameRefused
-from transfer.room import EndedRooms
-
-log = logging.getLogger(__name__)
-
-_FROM_SENDERS = (Kind.PAGES, Kind.FINISH, Kind.CANCEL)
+from transfer.backend import Frame, Kind, PagesArrived, Source
+from transfer.errors import FrameRefused
 
 
 @dataclass(slots=True)
@@ -40,6 +20,7 @@ class _Run:
 
     shards: list[np.ndarray]
     covered: np.ndarray  # bool[shards, heads of a shard]
+    num_copies: int = 0  # of covered heads, under way
     is_over: bool = False  # complete, or given up
 
     def end(self) -> list[np.ndarray]:
@@ -68,6 +49,19 @@ class _Expected:
         return feeder.source.sender_id == others[0].sender_id and feeder.source not in others
 
 
+class HeadCopy(NamedTuple):
+    """Heads that belong into a run: to be made with no lock held, then `Inbound.copied`."""
+
+    frame: Frame
+    expected: _Expected
+    run: _Run
+    target: np.ndarray
+    heads: np.ndarray
+
+    def make(self) -> None:
+        np.copyto(self.target, self.heads)
+
+
 class Feeder(Protocol):
     """One connection, as the source of a room's frames."""
 
@@ -77,11 +71,6 @@ class Feeder(Protocol):
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
         """Send a small frame to the sender, now or soon (any thread; never waits)."""
         ...
-
-
-def _check_kind(frame: Frame) -> None:
-    if frame.kind not in _FROM_SENDERS:
-        raise BadMessage(f"unexpected {frame.kind.name} frame")
 
 
 class Inbound:
@@ -123,6 +112,11 @@ class Inbound:
         if expected is not None:
             if expected.runs:
                 self._give_up_runs(expected)
+            self._settle(expected)
+
+    def _settle(self, expected: _Expected) -> None:
+        """Nothing more of this room is owed."""
+        if not expected.spoiled:  # then it was settled
             for feeder, has_finished in expected.feeders.items():
                 if not has_finished:
                     self._settled(feeder)
@@ -173,7 +167,7 @@ class Inbound:
             self._check_pages(frame, expected)
         elif frame.payload_len:
             raise FrameRefused(f"size: {frame.kind.name} carries no payload")
-        if has_finished is None:
+        if has_finished is None and not expected.spoiled:
             expected.feeders[feeder] = False
             self._owed[feeder] += 1
 
@@ -215,6 +209,7 @@ class Inbound:
         if expected is None or expected.epoch != frame.epoch:
             return
         if not expected.feeders or feeder in expected.feeders:
+            self._settle(expected)
             expected.spoiled = True
             self._give_up_runs(expected)
 
@@ -232,30 +227,44 @@ class Inbound:
             run.end()
         expected.runs.clear()
 
-    def pages(self, frame: Frame, feeder: Feeder, payload: np.ndarray) -> PagesArrived | None:
-        """Take over a checked frame's payload, u8[n]; returns the run it completes, if any."""
+    def pages(
+        self, frame: Frame, feeder: Feeder, payload: np.ndarray
+    ) -> PagesArrived | HeadCopy | None:
+        """Take over a checked frame's payload, u8[n].
+
+        Returns the run it completes, if any, or what has to be copied first.
+        """
         expected = self._rooms[frame.room]
         values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
         key = (frame.page_start, frame.num_pages)
         whole = frame.num_heads == self._local_heads
         if whole and len(expected.shards) == 1:
-            shards = [values]
-        else:
-            run = expected.runs.get(key)
-            if run is None:
-                run = self._new_run(frame.num_pages, len(expected.shards))
-                expected.runs[key] = run
-            heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
-            at = expected.shards.index(frame.dst_shard)
-            if whole and self._may_keep(feeder, run):
-                run.shards[at] = values
-            else:
-                run.shards[at][..., heads, :] = values
-            run.covered[at, heads] = True
-            if not run.covered.all():
-                return None
-            del expected.runs[key]
-            shards = run.end()
+            return self._arrived(frame, expected, [values])
+        run = expected.runs.get(key)
+        if run is None:
+            run = self._new_run(frame.num_pages, len(expected.shards))
+            expected.runs[key] = run
+        heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
+        at = expected.shards.index(frame.dst_shard)
+        run.covered[at, heads] = True
+        if whole and self._may_keep(feeder, run):
+            run.shards[at] = values
+            return self._completed(frame, expected, run)
+        run.num_copies += 1
+        return HeadCopy(frame, expected, run, run.shards[at][..., heads, :], values)
+
+    def copied(self, copy: HeadCopy) -> PagesArrived | None:
+        """A copy was made; returns the run it completes, if any."""
+        copy.run.num_copies -= 1
+        return self._completed(copy.frame, copy.expected, copy.run)
+
+    def _completed(self, frame: Frame, expected: _Expected, run: _Run) -> PagesArrived | None:
+        if run.is_over or run.num_copies or not run.covered.all():
+            return None
+        del expected.runs[frame.page_start, frame.num_pages]
+        return self._arrived(frame, expected, run.end())
+
+    def _arrived(self, frame: Frame, expected: _Expected, shards: list[np.ndarray]) -> PagesArrived:
         end = frame.page_start + frame.num_pages
         expected.delivered[frame.page_start : end] = b"\1" * frame.num_pages
         return PagesArrived(frame.room, frame.page_start, shards)
@@ -311,161 +320,3 @@ class Inbound:
     def _shape(self, num_pages: int, num_heads: int) -> tuple[int, ...]:
         kv = self._kv
         return (kv.num_layers, kv.planes, num_pages, kv.page_size, num_heads, kv.head_dim)
-
-
-class Receiver(ABC):
-    """Decode's end. Its events come from threads of its own.
-
-    A backend adds connections, as feeders.
-    """
-
-    def __init__(self, kv: KVSpec, tp_size: int, on_event: OnReceiverEvent) -> None:
-        self.counters: Counter[str] = Counter()  # frames, bytes, and refusals by reason
-        # How long frames may wait for their room to be expected: only where another process says
-        # which rooms are, and its word may take longer than the first frame.
-        self.room_wait_s = 0.0
-        self._on_event = on_event
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # rooms are expected, or over
-        self._inbound = Inbound(kv, tp_size)
-        self._over = EndedRooms()  # for which no late frame waits; none where none may wait
-        self._closed = False
-
-    @abstractmethod
-    def start(self) -> str:
-        """Begin to take frames; returns the data address that goes into grants."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End every connection; no events follow."""
-
-    # --- decode's calls ---------------------------------------------------------------------------
-
-    def expect(
-        self, room: int, epoch: int, num_pages: int, shards: Sequence[int] | None = None
-    ) -> None:
-        """Take frames of this room from now on.
-
-        shards: of the room's rank, those that come to this process; None: all.
-        """
-        with self._lock:
-            self._inbound.expect(room, epoch, num_pages, shards)
-            if self.room_wait_s:
-                self._changed.notify_all()
-
-    def forget(self, room: int) -> None:
-        """Refuse frames of this room from now on. Unknown rooms are ignored."""
-        with self._lock:
-            self._inbound.forget(room)
-            if self.room_wait_s:
-                self._over.add(room)
-                self._changed.notify_all()
-
-    def ack(self, room: int) -> None:
-        """Tell the sender that all pages arrived. Call before forget."""
-        with self._lock:
-            feeders = self._inbound.feeders(room)
-        for feeder in feeders:
-            feeder.reply(Frame(Kind.ACK, room))
-
-    # --- the connections' calls ------------------------------------------------------------------
-
-    def admits(self, feeder: Feeder, frame: Frame) -> bool:
-        """Check a frame's header before its payload is read. False: refused, skip the payload.
-
-        Raises BadMessage for a kind of frame that senders do not send.
-        """
-        _check_kind(frame)
-        try:
-            with self._lock:
-                if self.room_wait_s:
-                    self._await_room(frame.room)
-                self._inbound.check(frame, feeder)
-        except FrameRefused as error:
-            self._refuse(feeder, frame, error)
-            return False
-        return True
-
-    def take(
-        self, feeder: Feeder, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool
-    ) -> None:
-        """Check and deliver a frame. payload: u8[payload_len].
-
-        intact: whether its digest was right. Raises BadMessage when it was not, and for a kind of
-        frame that senders do not send.
-        """
-        if not intact:
-            self.damaged()
-        _check_kind(frame)
-        event: ReceiverEvent | None
-        try:
-            if frame.kind is Kind.FINISH:
-                first = wire.decode(meta, FirstToken)
-            with self._lock:
-                if self.room_wait_s:
-                    self._await_room(frame.room)
-                # Even if `admits` checked it: the room may have ended while the payload came.
-                self._inbound.check(frame, feeder)
-                if frame.kind is Kind.PAGES:
-                    event = self._inbound.pages(frame, feeder, payload)
-                    self.counters["frames"] += 1
-                    self.counters["bytes"] += payload.nbytes
-                elif frame.kind is Kind.FINISH:
-                    is_last = self._inbound.finish(frame, feeder, first.num_senders)
-                    event = Finished(frame.room, first) if is_last else None
-                else:
-                    self._inbound.forget(frame.room)
-                    event = SenderLost((frame.room,), "cancelled by the sender", Code.GONE)
-        except (FrameRefused, BadMessage) as error:
-            self._refuse(feeder, frame, error)
-            return
-        if event is not None:
-            self._on_event(event)
-
-    def _await_room(self, room: int) -> None:
-        """Wait until the room is expected, or over, for as long as frames may (lock held)."""
-        self._changed.wait_for(
-            lambda: self._closed or self._inbound.knows(room) or room in self._over,
-            self.room_wait_s,
-        )
-
-    def damaged(self) -> NoReturn:
-        """A frame's digest is wrong: raises BadMessage, which ends the connection.
-
-        The frame's room number may be what was damaged, and the room it was meant for would wait
-        for ever; so every room of the connection is over.
-        """
-        self.count("refused_digest")
-        raise BadMessage("digest: what came is not what was sent")
-
-    def busy(self, feeder: Feeder) -> bool:
-        """Whether this connection owes frames."""
-        with self._lock:
-            return self._inbound.owes(feeder)
-
-    def left(self, feeder: Feeder, message: str) -> None:
-        """A connection has ended: its unfinished rooms will get no more pages."""
-        with self._lock:
-            rooms = self._inbound.left(feeder)
-        if rooms and not self._closed:
-            self._on_event(SenderLost(rooms, message, Code.PEER_LOST))
-
-    def count(self, what: str) -> None:
-        with self._lock:
-            self.counters[what] += 1
-
-    def _refuse(self, feeder: Feeder, frame: Frame, error: FrameRefused | BadMessage) -> None:
-        """Count a refusal and tell the sender, whose room is over; ours ends by its own rules."""
-        reason = "malformed" if isinstance(error, BadMessage) else str(error).partition(":")[0]
-        if frame.kind is Kind.CANCEL and reason in ("unknown_room", "order"):
-            return  # the room is over already, which is what the sender wants
-        with self._lock:
-            self.counters[f"refused_{reason}"] += 1
-            self._inbound.spoil(frame, feeder)
-        if frame.kind is Kind.CANCEL:
-            return  # nobody waits for an answer to it
-        # A request that ends early leaves frames on their way: that is no error.
-        level = logging.DEBUG if reason == "unknown_room" else logging.WARNING
-        log.log(level, "frame of room %d refused: %s", frame.room, error)
-        code = Code.GONE if reason == "unknown_room" else Code.STALE
-        feeder.reply(Frame(Kind.NACK, frame.room), wire.encode(Refused(code.value, str(error))))

@@ -326,7 +326,7 @@ class RegisteredSlots(LentSlots):
 
 
 class NixlReceiver(TcpReceiver):
-    """Decode's end, see transfer/inbound.py."""
+    """Decode's end, see transfer/receiver.py."""
 
     def __init__(
         self,

@@ -149,7 +149,7 @@ class _ShmLane(SlotLane):
 
 
 class ShmReceiver(TcpReceiver):
-    """Decode's end, see transfer/inbound.py."""
+    """Decode's end, see transfer/receiver.py."""
 
     def __init__(
         self,

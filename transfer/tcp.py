@@ -40,8 +40,8 @@ from transfer.handshake import (
     parse_address,
     server_context,
 )
-from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
+from transfer.receiver import Receiver
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ class TcpLane(Lane):
 
 
 class TcpReceiver(Receiver):
-    """Decode's end, see transfer/inbound.py."""
+    """Decode's end, see transfer/receiver.py."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ from transfer.backend import (
     whole_frame,
 )
 from transfer.errors import BadMessage
-from transfer.inbound import Receiver
 from transfer.outbound import Lane, Sender, segments
+from transfer.receiver import Receiver
 from transfer.rpc import Security
 
 _MAX_TICKS = 10_000  # of one pump_all
@@ -206,7 +206,7 @@ class LoopbackSender(Sender):
 
 
 class LoopbackReceiver(Receiver):
-    """Decode's end, see transfer/inbound.py."""
+    """Decode's end, see transfer/receiver.py."""
 
     def __init__(
         self,

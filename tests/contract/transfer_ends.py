@@ -22,10 +22,10 @@ from transfer.backend import (
 )
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Code
-from transfer.inbound import Receiver
 from transfer.layout import plan_heads
 from transfer.nixl import NixlReceiver, NixlSender
 from transfer.outbound import Sender
+from transfer.receiver import Receiver
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES

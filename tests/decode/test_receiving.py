@@ -11,7 +11,7 @@ from model.calls import Calls
 from model.config import KVSpec
 from transfer.backend import Arrived, PagesArrived
 from transfer.errors import TransferError
-from transfer.inbound import Receiver
+from transfer.receiver import Receiver
 
 KV = KVSpec(num_layers=1, num_kv_heads=4, head_dim=2, page_size=4, dtype="float32")
 

@@ -2,7 +2,7 @@
 
 A channel is one direction of one connection: its messages keep their order, and those under way
 are lost when it breaks. Messages on different channels overtake each other at random. The data
-plane is a backend like any other: both ends have the real bookkeeping (transfer/inbound,
+plane is a backend like any other: both ends have the real bookkeeping (transfer/receiver,
 transfer/outbound); only sockets and threads are missing.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 from model.config import KVSpec
 from transfer.backend import Frame, Kind, OnReceiverEvent, OnSenderEvent, Source
 from transfer.errors import BadMessage
-from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
+from transfer.receiver import Receiver
 
 Action = Callable[[], object]
 
