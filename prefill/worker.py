@@ -43,7 +43,7 @@ from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, flush_caches, sharing_salt
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import RoleWorker
-from transfer.room import Room, Side, State
+from transfer.room import EndedRooms, Room, Side, State
 from transfer.route_feeds import RoutePublisher
 from transfer.rpc import RpcServer, Security
 
@@ -76,6 +76,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     ) -> None:
         super().__init__(config, security, clock)
         self._early: dict[int, tuple[wire.Grant, float]] = {}
+        self._too_early = EndedRooms()  # whose grant is forgotten, and decode grants only once
         self._inflight: deque[InFlight] = deque()
         self._staged_pages = 0  # of every rank, padding included
         self._behind: frozenset[str] = frozenset()  # data addresses that too many pages wait for
@@ -203,6 +204,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         early, held = self._early.pop(submit.room, None), self._held.get(submit.room)
         if early is not None and held is not None:
             self._grant(held, early[0])
+        if submit.room in self._too_early:
+            self.fail(submit.room, Code.STALE, f"its grant came over {EARLY_GRANT_S:g} s before")
 
     def drop(self, room: int, why: str) -> None:
         self._early.pop(room, None)
@@ -414,6 +417,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         now = self.clock.monotonic_s()
         for room_id in [r for r, (_, until) in self._early.items() if until < now]:
             del self._early[room_id]
+            self._too_early.add(room_id)
             self.counters["grants_expired"] += 1
 
     # --- routes ---------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ class RegistryServer:
         await self._server.stop(0.1)
 
     async def _register(self, message: wire.Register) -> wire.Registered:
+        if (theirs := message.info.wire_version) != wire.WIRE_VERSION:
+            what = f"{message.info.worker_id} has {theirs}, the registry has {wire.WIRE_VERSION}"
+            raise Incompatible(f"wire version differs: {what}")
         with self._pushing():
             self.leases.register(message.info, message.epoch, self._clock.monotonic_s())
         self.routes.drop_others(message.info.worker_id, message.epoch)

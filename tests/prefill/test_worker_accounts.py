@@ -45,6 +45,17 @@ def test_a_grant_waits_for_its_submit_nearly_as_long_as_it_is_kept() -> None:
     assert worker.counters["grants_expired"] == 0
 
 
+def test_a_submit_that_comes_long_after_its_grant_fails_at_once() -> None:
+    alone, worker = prefill()
+    worker.handle(Granted((alone.grant(1),)))
+    alone.clock.advance(EARLY_GRANT_S + 1.0)
+    alone.turn()
+    alone.submit(1)
+    run_dry(alone)
+    assert alone.events() == [("failed", 1, "stale")]
+    worker.check_idle()
+
+
 def test_a_grant_that_was_claimed_does_not_expire() -> None:
     alone, worker = prefill()
     worker.handle(Granted((alone.grant(1),)))

@@ -324,6 +324,14 @@ async def test_an_incompatible_worker_ends_at_once_with_both_values() -> None:
             await asyncio.wait_for(task, PATIENCE_S)
 
 
+async def test_a_worker_of_another_version_is_refused_even_as_the_first() -> None:
+    async with a_registry() as registry:
+        task = registry.run_worker(registry.client(), a_worker(wire_version=99))
+        with pytest.raises(Incompatible, match=rf"has 99, the registry has {wire.WIRE_VERSION}"):
+            await asyncio.wait_for(task, PATIENCE_S)
+        assert registry.members == []
+
+
 async def test_a_wrong_token_ends_a_worker_at_once() -> None:
     async with a_registry() as registry:
         stranger = registry.client(Security("another-token-of-the-tests"))
