@@ -40,7 +40,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = "model", "transfer", "prefill", "decode"  # all that programs may come from or use
 _SOURCES = ".py", ".json"
 # Variables that XLA and the libraries below it look at.
-_FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32", *processors.VARIABLES
+_FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32"
 # Settings that change no program.
 _ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
@@ -422,15 +422,20 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256(fingerprint(texts).encode()).hexdigest()
 
 
-def _machine() -> str:
-    """What all programs of this process depend on, besides our sources."""
-    client = jax.devices()[0].client
+def settings_of_programs() -> dict[str, str]:
+    """What JAX and XLA are told that may change a program, by the variables that tell them."""
     settings = {
-        name: repr(value)
+        name.upper(): repr(value)
         for name, value in sorted(jax.config.values.items())
         if not name.startswith(_ASIDE)
     }
     flags = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_FLAGS)}
+    return settings | flags
+
+
+def _machine() -> str:
+    """What all programs of this process depend on, besides our sources."""
+    client = jax.devices()[0].client
     versions = [importlib.metadata.version(name) for name in _VERSIONS]
     if client.platform != "cpu":  # of plugins, and of NVIDIA's libraries
         installed = importlib.metadata.distributions()
@@ -438,9 +443,10 @@ def _machine() -> str:
         versions += ["==".join(pair) for pair in names if pair[0].startswith(("jax", "nvidia"))]
     processes = jax.process_index(), jax.process_count()
     machine: list[Any] = [client.platform_version, jax.device_count(), *processes, _processor()]
+    machine += [os.environ.get(name) for name in processors.VARIABLES]
     if client.platform == "cpu":  # programs are cut for so many threads
         machine.append(processors.threads(jax.local_device_count()))
-    return fingerprint((platform.python_version(), versions, machine, settings, flags))
+    return fingerprint((platform.python_version(), versions, machine, settings_of_programs()))
 
 
 def _processor() -> str:

@@ -5,6 +5,8 @@ the same programs in the same order. Member 0 leads: transfer/group.py tells the
 call. Before they get here, transfer/meeting.py has seen all of them.
 """
 
+import ipaddress
+import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -20,12 +22,13 @@ _JOIN_S: Final = 60  # all members are there by now
 _HEARTBEAT_S: Final = 20  # of JAX's own service, which is slower than the leader's calls
 
 
-def join(coordinator: str, num_members: int, member: int) -> None:
+def join(coordinator: str, num_members: int, member: int, crosses_hosts: bool = False) -> None:
     """Make one system of all members' devices. Call once, before the first array.
 
     coordinator: host:port, the only address where member 0 has JAX listen. All members call this at
-    about the same time. Raises NodeLost when another member does not, ModelError when members have
-    different numbers of devices.
+    about the same time. crosses_hosts: whether some may be on other hosts. Raises NodeLost when
+    another member does not, ModelError when members have different numbers of devices or cannot
+    reach each other.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_check_proxy_envs", False)  # none is used: prepare_devices
@@ -46,6 +49,28 @@ def join(coordinator: str, num_members: int, member: int) -> None:
     if len(set(counts)) > 1:
         told = ", ".join(map(str, counts))
         raise ModelError(f"devices of the nodes: {told}; every node must have the same number")
+    if crosses_hosts and jax.default_backend() == "cpu":
+        _check_own_name()
+    # Their devices connect now: at the first exchange gloo waits 30 s for the others, and it would
+    # follow the loading of weights, which may differ by minutes.
+    texts_of_all("connected")
+
+
+def _check_own_name() -> None:
+    """Raises ModelError where gloo would listen at an address that other hosts cannot reach.
+
+    gloo listens at the first address of the host's name, and JAX lets nobody choose another.
+    """
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return  # gloo says what it then cannot do
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise ModelError(
+            f"the name of this host, {name}, stands for {address}, where processors of other hosts "
+            "cannot reach those of this one: give it an address of the network in /etc/hosts"
+        )
 
 
 def _meet(coordinator: str, num_members: int, member: int) -> None:

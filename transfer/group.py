@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ SIGN_OF_LIFE_S = 0.5  # from either end
 SILENCE_S = 3.0
 # A node that is gone breaks the calls of all others, which may see that before they learn why.
 CAUSE_S = 1.0
+# Of arrays in one message: a member that fell behind may have more waiting than one may have.
+_MOST_BYTES = 16 << 20
 _FAREWELL_S = 3.0  # for members to leave before their leader
 # JAX's service ends with the leader and aborts members that still run: the time that a member may
 # take from its last message to its exit.
@@ -127,7 +130,8 @@ def join(
     """
     log.info("node %d of %d joins %s", config.node_rank, config.nnodes, config.dist_init_addr)
     met = asyncio.run_coroutine_threadsafe(all_came(settings_of(config, role)), loop)
-    members.join(met.result(), config.nnodes, config.node_rank)
+    crosses_hosts = not is_loopback(config.meeting_host)
+    members.join(met.result(), config.nnodes, config.node_rank, crosses_hosts)
 
 
 def meet_all(own: Joined) -> list[Joined]:
@@ -283,7 +287,7 @@ class _Feed:
         self.heard_s = 0.0  # when its member was last heard, monotonic
         self.compiles_after_ready = 0  # in its member
         self.state = NodeState()
-        self._calls: list[NodeCall] = []
+        self._calls: deque[NodeCall] = deque()
         self._ending = False
         self.is_well = False  # is_last of the last message
         self._changed = asyncio.Event()
@@ -297,13 +301,17 @@ class _Feed:
         self._changed.set()
 
     async def take(self) -> NodeCalls:
-        """All waiting calls; an empty message every SIGN_OF_LIFE_S while none waits."""
+        """The next waiting calls; an empty message every SIGN_OF_LIFE_S while none waits."""
         try:
             await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE_S)
         except TimeoutError:
             return NodeCalls()
+        calls, num_bytes = [], 0
+        while self._calls and num_bytes < _MOST_BYTES:
+            calls.append(self._calls.popleft())
+            num_bytes += sum([len(array.data) for array in calls[-1].arrays])
+        if self._calls:
+            return NodeCalls(tuple(calls))
         self._changed.clear()
         self.is_over = self._ending
-        told = NodeCalls(tuple(self._calls), self.is_well)
-        self._calls.clear()
-        return told
+        return NodeCalls(tuple(calls), self.is_well)

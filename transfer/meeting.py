@@ -19,7 +19,7 @@ from typing import Final
 
 from model.config import ModelConfig
 from model.eplb import TRIVIAL
-from model.executables import digest_of_sources
+from model.executables import digest_of_sources, settings_of_programs
 from model.lora import adapters_digest, read_adapters
 from model.weights import dummy_digest, model_digest
 from transfer import ports, wire
@@ -255,9 +255,10 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     # The order in which nodes make calls has no version of its own; other code may answer wrongly.
     settings = {"role": role, "version of kvferry": digest_of_sources()[:_DIGITS]}
     settings["version of messages"] = str(wire.WIRE_VERSION)
-    # Programs compiled by other versions may communicate in another order, and silently compute
-    # wrong answers.
+    # Programs compiled by other versions, or as other flags of XLA say, may communicate in another
+    # order, and silently compute wrong answers.
     settings |= {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
+    settings |= {f"${name}": value for name, value in settings_of_programs().items()}
     settings["--nnodes"] = str(config.nnodes)
     flags_alike = {name: value for name, value in vars(config).items() if name not in _OWN}
     settings |= {flag_name(name): str(value) for name, value in flags_alike.items()}

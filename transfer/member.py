@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import queue
 import signal
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from model.programs import CompileCounter
 from model.threads import in_daemon_thread
 from transfer import wire
 from transfer.backend import Arrived, Finished, SenderEvent, SenderLost
+from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import RpcError, Unavailable
 from transfer.group import (
     CAUSE_S,
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _BEHIND_EACH_S = 0.05  # at most, until the leader is told of a queue that is too long
 _INTERRUPTED_S = 2.0  # for the leader, interrupted too, to say when to leave
+_IDLE_S = 0.05  # without a call, until the engine thread tidies up
+_TELLING_S = 60.0  # for the leader to take an event: if it is gone, its stream says so earlier
 
 # What a node's data plane says, from any thread.
 Event = SenderEvent | Arrived | Finished | SenderLost
@@ -207,8 +211,7 @@ class Member:
     async def _next(self, calls: Calls, batches: AsyncGenerator[NodeCalls, None]) -> bool:
         """Queue the leader's next calls. True: they were the last. Raises Unavailable."""
         try:
-            async with asyncio.timeout(SILENCE_S):
-                told = await anext(batches)
+            told = await _while_heard(anext(batches))
         except TimeoutError:
             raise Unavailable(f"node 0 said nothing for {SILENCE_S:g} s") from None
         except StopAsyncIteration:
@@ -252,7 +255,7 @@ class Member:
                 behind=tuple(behind) if behind != before else None,
             )
             try:
-                await client.call("Told", told, wire.Empty, SILENCE_S)
+                await client.call("Told", told, wire.Empty, _TELLING_S)
             except RpcError as error:
                 await asyncio.sleep(CAUSE_S)  # if node 0 is gone, its stream says so by then
                 log.error("node 0 was not told what happened here: %s", error)
@@ -271,5 +274,27 @@ class Member:
     def _make(self, calls: Calls) -> NoReturn:
         """The engine thread. A call that fails ends the process, and with it the group."""
         while True:
-            call = self._queue.get()
+            try:
+                call = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                gc.collect(0)  # jaxlib lets go of received pages: see transfer/worker.py
+                continue
             calls.take(call.name, call.key, *arrays_of(call))
+
+
+async def _while_heard[T](coming: Coroutine[Any, Any, T]) -> T:
+    """What comes. Raises TimeoutError after SILENCE_S in which this process itself did run."""
+    task, silent_s = asyncio.ensure_future(coming), 0.0
+    try:
+        while not task.done():
+            before_s = SYSTEM_CLOCK.monotonic_s()
+            await asyncio.wait({task}, timeout=SIGN_OF_LIFE_S)
+            waited_s = SYSTEM_CLOCK.monotonic_s() - before_s
+            # Otherwise it stood still, as when all of the host did: what came is heard only now.
+            silent_s = silent_s + waited_s if waited_s < 2 * SIGN_OF_LIFE_S else 0.0
+            if silent_s > SILENCE_S and not task.done():
+                raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})  # it may still have to give up what it waits for

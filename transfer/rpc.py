@@ -56,7 +56,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
     ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 4_000),  # TCP gives up then, too: after 3 s of silence we did
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

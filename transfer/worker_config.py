@@ -19,7 +19,7 @@ from transfer.checks import (
 )
 from transfer.errors import ConfigError
 from transfer.flag_names import flag_name
-from transfer.ports import split_host_port
+from transfer.ports import is_loopback, split_host_port
 
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
@@ -172,8 +172,18 @@ class WorkerConfig:
                     "--enable-eplb needs --nnodes 1 or --dp-size 1: each rank counts its rows, got "
                     f"--nnodes {self.nnodes} and --dp-size {self.dp_size}"
                 )
+            self._check_reached()
         elif self.dist_init_addr:
             raise ConfigError("--dist-init-addr needs --nnodes above 1: one node meets nobody")
+
+    def _check_reached(self) -> None:
+        """Raises ConfigError if nodes of other hosts could meet this one but not hear it."""
+        if self.node_rank or not is_loopback(self.host) or is_loopback(self.meeting_host):
+            return
+        raise ConfigError(
+            f"--host {self.host} is where node 0 says what to do: nodes of other hosts, which "
+            f"--dist-init-addr {self.dist_init_addr} is for, cannot reach it there"
+        )
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:

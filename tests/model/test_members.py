@@ -1,14 +1,16 @@
 """Processes that share a mesh join each other, or say why they did not."""
 
 import contextlib
+import socket
 import threading
+from typing import Any
 
 import jax
 import pytest
 from jax.experimental import multihost_utils
 
 from model import members
-from model.errors import NodeLost
+from model.errors import ModelError, NodeLost
 from tests.ports import free_port
 from tests.transfer.children import child, said
 
@@ -31,6 +33,48 @@ def test_what_jax_says_of_a_meeting_that_failed_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(jax.distributed, "initialize", fails)
     with pytest.raises(NodeLost, match="2 nodes did not come together: no such host"):
         members.join("a:1", 2, 1)
+
+
+def _joined_alone(monkeypatch: pytest.MonkeyPatch, crosses_hosts: bool) -> list[str]:
+    """Join with nobody. Returns what was said to all."""
+    said_to_all: list[str] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(members, "texts_of_all", said_to_all.append)
+    members.join("a:1", 1, 0, crosses_hosts)
+    return said_to_all
+
+
+def test_devices_of_nodes_connect_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(_joined_alone(monkeypatch, False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "crosses_hosts", "is_refused"),
+    [
+        ("127.0.1.1", True, True),
+        ("::1", True, True),
+        ("127.0.1.1", False, False),
+        ("10.1.2.3", True, False),
+        (None, True, False),
+    ],
+)
+def test_a_host_whose_name_others_cannot_use_is_refused_where_they_would(
+    address: str | None, crosses_hosts: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str, *_: object, **__: object) -> list[Any]:
+        assert name == socket.gethostname()
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, 0)) for each in (address, "")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    if is_refused:
+        with pytest.raises(ModelError, match=rf"stands for {address}, .* in /etc/hosts"):
+            _joined_alone(monkeypatch, crosses_hosts)
+    else:
+        assert _joined_alone(monkeypatch, crosses_hosts)
 
 
 _NODE = """

@@ -292,6 +292,7 @@ async def test_a_leader_that_slept_blames_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(group, "SILENCE_S", 1.2)
+    monkeypatch.setattr(member, "SILENCE_S", 1.2)
     running = follow(recording([]))
     await following(led)
     time.sleep(1.4)  # noqa: ASYNC251  (of the whole process)
@@ -300,6 +301,27 @@ async def test_a_leader_that_slept_blames_nobody(
     assert not running.done()
     await led.leader.dismiss()
     await asyncio.wait_for(running, 5)
+
+
+async def test_a_member_that_fell_far_behind_is_sent_what_a_message_may_hold(
+    led: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_MOST_BYTES", 100)
+    client = led.client()
+    stream: Any = client.stream("Follow", Follow(1), NodeCalls)
+    await anext(stream)
+    arrays = [np.zeros(num_bytes, np.uint8) for num_bytes in (60, 60, 60, 300, 10)]
+    for key, array in enumerate(arrays):
+        led.leader.tell("step", key, [array])
+    dismissing = asyncio.create_task(led.leader.dismiss())
+    told: list[NodeCalls] = []
+    while not told or not told[-1].is_last:
+        told.append(await anext(stream))
+    batches = [[call.key for call in calls.calls] for calls in told if calls.calls]
+    assert batches == [[0, 1], [2, 3], [4]]
+    await stream.aclose()
+    await asyncio.wait_for(dismissing, 5)
+    await client.close()
 
 
 async def test_a_leader_stays_until_its_members_have_left_not_until_they_are_told(
@@ -373,6 +395,10 @@ def test_a_leader_whose_members_do_not_come_says_which(monkeypatch: pytest.Monke
                 "dist_init_addr": "host:1",
             },
             "--enable-eplb needs --nnodes 1 or --dp-size 1",
+        ),
+        (
+            {"nnodes": 2, "tp_size": 2, "dist_init_addr": "10.1.2.3:1"},
+            "--host 127.0.0.1 is where node 0 says .* --dist-init-addr 10.1.2.3:1 is for, cannot",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import os
 import shutil
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
@@ -274,7 +275,7 @@ async def test_a_node_0_that_speaks_otherwise_has_another_version() -> None:
 async def test_all_nodes_join_jax_where_node_0_says(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined: list[tuple[str, int, int]] = []
+    joined: list[tuple[str, int, int, bool]] = []
     monkeypatch.setattr(members, "join", lambda *given: joined.append(given))
     loop = asyncio.get_running_loop()
     nodes.visits = [Visit(nodes.address, rank, SECURITY) for rank in (1, 2)]
@@ -284,8 +285,9 @@ async def test_all_nodes_join_jax_where_node_0_says(
         group.join(dataclasses.replace(CONFIG, node_rank=rank), "prefill", ends[rank], loop)
 
     await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in range(3)))
-    assert {(num, rank) for _, num, rank in joined} == {(3, 0), (3, 1), (3, 2)}
-    assert len({coordinator for coordinator, _, _ in joined}) == 1
+    assert sorted(rank for _, _, rank, _ in joined) == [0, 1, 2]
+    assert len({(coordinator, num, crosses) for coordinator, num, _, crosses in joined}) == 1
+    assert not joined[0][-1], "they meet at a loopback address"
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -300,7 +302,10 @@ def test_nodes_compare_versions_flags_and_model_but_not_where_each_is() -> None:
     assert compared["--drain-timeout"] == "30.0"
     assert compared["--init-expert-location"] == "trivial"
     assert len(compared["model digest"]) == 16
+    assert compared["$JAX_DEFAULT_MATMUL_PRECISION"] == "None"
+    assert compared["$XLA_FLAGS"] == os.environ["XLA_FLAGS"]
     assert not {"--host", "--port", "--node-rank", "--model-path"} & set(compared)
+    assert not [name for name in compared if "CACHE_DIR" in name]
     dummies = settings_of(dataclasses.replace(CONFIG, load_format="dummy"), "prefill")
     assert dummies["model digest"].endswith("-dummy")
 

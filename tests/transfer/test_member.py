@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 from model import members
 from model.calls import Calls
 from tests.recording import until
-from tests.transfer.samples import SECURITY
+from tests.transfer.samples import PATIENCE_S, SECURITY
 from tests.transfer.test_group import CONFIG, Group, PlainNode, plain
 from transfer import member, wire
 from transfer.backend import (
@@ -83,6 +84,28 @@ def _breaking(gone: threading.Event) -> Calls:
 
     calls.add("step", step)
     return calls
+
+
+class _Cycle:
+    """Garbage that only a collection finds, as what jaxlib keeps of pages until one."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+async def test_a_member_without_calls_collects_what_its_last_one_left(led: Group) -> None:
+    calls, gone = Calls(), threading.Event()
+
+    def place(key: int) -> None:
+        weakref.finalize(_Cycle(), gone.set)
+
+    calls.add("place", place)
+    running = _run(plain(calls))
+    await asyncio.to_thread(led.leader.wait_for_all)
+    led.leader.tell("place", 1, [])
+    assert await asyncio.to_thread(gone.wait, PATIENCE_S)
+    await led.leader.dismiss()
+    await asyncio.wait_for(running, 5)
 
 
 @pytest.mark.parametrize("is_well", [True, False])
