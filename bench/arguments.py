@@ -5,8 +5,9 @@ import math
 import shlex
 from collections.abc import Callable
 
+from transfer.flags import API_KEY_ENV
+
 _OWN_FLAGS = ("--host", "--port", "--uds")
-API_KEY_ENV = "KVFERRY_API_KEY"
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from bench.arguments import API_KEY_ENV, api_key, at_least, moderate, numbers, server_args
+from bench.arguments import api_key, at_least, moderate, numbers, server_args
 from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.routing_cost import LENGTHS
@@ -128,8 +128,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         type=api_key,
-        default=os.environ.get(API_KEY_ENV, ""),
-        help=f"key to send as a bearer token; default: ${API_KEY_ENV}",
+        default=os.environ.get(flags.API_KEY_ENV, ""),
+        help=f"key to send as a bearer token; default: ${flags.API_KEY_ENV}",
     )
     parser.add_argument(
         "--server-args", type=server_args, default="", help="more flags of `kvferry up`, quoted"

@@ -16,14 +16,13 @@ from typing import Any, Self
 
 import psutil
 
-from bench.arguments import API_KEY_ENV
 from bench.client import Server
 from bench.endings import deaf_children, lifeline, words_of
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
 from bench.frontend_plan import HOST, MOST_STREAMS
 from bench.serve import NoServer, not_ready, parse_url, wait_ready
-from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
+from transfer.flags import API_KEY_ENV, LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
 _TOKEN = "token of a cluster for one benchmark"
 _START_TIMEOUT_S = 60.0

@@ -27,12 +27,12 @@ from serving.router import Pair, Router
 from transfer import wire
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
+from transfer.worker import HEARTBEAT_S
 
 Layout = Literal["group", "groups"]  # one group of four ranks; four groups of one
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 POOL_PAGES = 4096  # of a rank
-HEARTBEAT_S = 0.5
 PASSED_ON_S = 0.25  # at most, until a heartbeat reaches the router through the registry
 DECODE_STEP_S = 0.02
 

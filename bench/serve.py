@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.arguments import API_KEY_ENV
 from bench.client import MALFORMED, Server, Trace, get_json, stream_completion
 from bench.dummy_model import flags_of, write_model
 from bench.endings import lifeline, words_of
@@ -36,7 +35,7 @@ from bench.timelines import read_timelines, report_timelines
 from bench.workload import PlannedRequest, WorkloadConfig, plan_requests, plan_warm_up
 from transfer.errors import ConfigError
 from transfer.exit_codes import EXIT_CONFIG
-from transfer.flags import LIFELINE_ENV
+from transfer.flags import API_KEY_ENV, LIFELINE_ENV
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0

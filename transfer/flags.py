@@ -30,7 +30,8 @@ from transfer.flag_names import flag_name, hint
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
-_SECRETS = {"api_key": "KVFERRY_API_KEY"}  # by field; anybody can read a command line
+API_KEY_ENV = "KVFERRY_API_KEY"
+_SECRETS = {"api_key": API_KEY_ENV}  # by field; anybody can read a command line
 NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
