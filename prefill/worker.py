@@ -275,8 +275,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def _watch_queues(self) -> None:
         """Hold prompts back while their decode worker takes pages slower than they are computed.
 
-        Pages that wait to be sent are in this host's memory, which only decode's pool would bound
-        otherwise.
+        Pages that wait are in this host's memory, which else only decode's pool would bound.
         """
         before, behind = self._behind, self._sending.behind(self.config.transfer_queue_bytes)
         if behind == before:
@@ -284,7 +283,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._behind = behind
         self.counters["decodes_behind"] += len(behind - before)
         for held in self._held.values():
-            addresses = held.grant.data_addresses if held.grant is not None else ()
+            if held.grant is None or held.room.state is State.SENDING:
+                continue
+            addresses = held.grant.data_addresses
             if not (behind - before).isdisjoint(addresses):
                 self._ranks.keep_back(held.prompt)
             elif not (before - behind).isdisjoint(addresses):
@@ -408,9 +409,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.tell_first_tokens(flight.chunk, flight.sampled)
 
     def first_drawn(self, held: Held, first: FirstToken) -> None:
-        """The first token goes to decode behind the last page."""
+        """The first token goes to decode behind the last page, of which the host has a copy."""
         held.room.advance(State.SENDING, self.clock.monotonic_s())
         self._sending.finish(held.submit.room, held.prompt.rank, first)
+        self._ranks.release(held.prompt)  # however slowly decode takes its pages
 
     def expire(self) -> None:
         super().expire()

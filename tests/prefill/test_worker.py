@@ -194,19 +194,6 @@ def test_first_tokens_of_a_chunk_are_read_while_the_next_one_computes() -> None:
     assert alone.net.stats["chunk_read_1_behind"] > 0
 
 
-def test_pages_stay_until_decode_has_them() -> None:
-    alone, worker = prefill()
-    alone.submit(1, num_tokens=8)
-    worker.handle(Granted((alone.grant(1),)))
-    alone.turn()
-    alone.turn()
-    assert worker.state().pages_held == 2
-    worker.handle(SenderEvent("acked", 1))
-    assert worker.state().pages_held == 0
-    assert worker.state().pages_cached == 2
-    assert worker.flush().flushed
-
-
 class OnDevice:
     """Staged pages that are freed once the host has them."""
 

@@ -327,3 +327,21 @@ def test_the_connection_to_decode_is_made_while_the_first_chunk_is_computed() ->
     alone, _ = prefill()
     granted(alone, 1)
     assert len(alone.fabric.links) == 1
+
+
+def test_a_decode_worker_that_is_slow_holds_no_pages_that_others_need() -> None:
+    alone, worker = prefill(num_pages=16)
+    for room, address in ((1, "sim://slow"), (2, "sim://slow"), (3, "sim://quick")):
+        alone.submit(room, num_tokens=32)  # half of the pool
+        worker.handle(Granted((alone.grant(room, address=address),)))
+    alone.turn()
+    assert worker.state().pages_held > 0
+    while alone.turn():
+        pass
+    assert alone.tokens() == [(1, 0), (2, 0), (3, 0)]
+    assert worker.sender.in_flight_bytes > 0
+    assert worker.state().pages_held == 0
+    assert worker.state().pages_cached > 0
+    for room in (1, 2, 3):
+        worker.handle(SenderEvent("acked", room))
+    assert worker.flush().flushed

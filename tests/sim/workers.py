@@ -140,7 +140,8 @@ class SimPrefill(PrefillWorker):
     def check(self, stats: Counter[str]) -> None:
         """Pages, rooms and states add up."""
         self._watch.look({room: held.room for room, held in self._held.items()}, stats)
-        assert len(self._held) == len(self._ranks)
+        sending = {room for room, held in self._held.items() if held.room.state is State.SENDING}
+        assert len(self._held) == len(self._ranks) + len(sending)
         for number, rank in enumerate(self._ranks.ranks):
             rank.pool.check()
             prompts = [held.prompt for held in self._held.values() if held.prompt.rank == number]
@@ -154,6 +155,7 @@ class SimPrefill(PrefillWorker):
                 first_page = held.grant.first_page if held.grant is not None else 0
                 assert held.shipped_pages == first_page, f"room {room} ships before it computes"
             if held.prompt.pages:
+                assert room not in sending, f"room {room} has pages that the host has"
                 assert held.grant is not None, f"room {room} has pages without a grant"
                 assert not held.waits_for_grammar, f"room {room} has pages before its grammar"
             dictated = held.submit.disagg_prefill_dp_rank
