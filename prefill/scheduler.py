@@ -5,7 +5,8 @@ granted them pages; prompts are packed into one chunk until a budget (tokens, pr
 pages) is used up. A prompt longer than a chunk leaves part of the chunk to shorter ones behind it.
 A request holds all pages of its prompt from its first chunk until `release`, so a started prompt
 always finishes. Before its first chunk it holds none, and when it starts, it shares what other
-prompts have computed by then.
+prompts have computed by then. One that is kept back in the middle gives its pages up to a prompt
+that finds too few, and starts again later, from what the cache then still has.
 """
 
 from bisect import insort
@@ -35,7 +36,8 @@ class Prompt:
     pages_foreseen: int = 0  # those of its pages that the cache had
     granted: bool = False
     pages: list[int] = field(default_factory=list)
-    num_cached: int = 0  # tokens found in the prefix cache
+    num_cached: int = 0  # tokens found in the prefix cache, when it first started
+    was_started: bool = False
     num_planned: int = 0  # tokens computed or in a chunk that was dispatched
     sharing: Sharing = field(init=False)
 
@@ -155,7 +157,7 @@ class PrefillScheduler:
         """
         awaited = sum(self._pages_to_come(p) for p in self._ready if not p.pages)
         need = awaited + self.pages_of(prompt.num_tokens) - len(chain)
-        short = need - self._pool.num_free
+        short = need - self._pool.num_free - sum(len(p.pages) for p in self._kept_back())
         return short <= 0 or self._cache.can_evict(short, frozenset(chain))
 
     def pages_of(self, num_tokens: int) -> int:
@@ -212,17 +214,41 @@ class PrefillScheduler:
         found, num_cached = prompt.sharing.found(self._cache)
         shared = self._cache.share(found[:num_cached])
         need = self.pages_of(prompt.num_tokens) - len(shared)
-        short = need - self._pool.num_free
-        if short > 0:
-            self._cache.evict(short)
-        fresh = self._pool.reserve(need)
+        fresh = self._reserve(need)
+        if fresh is None and (kept_back := self._kept_back()):
+            for other in kept_back:
+                self._give_up(other)
+            fresh = self._reserve(need)
         if fresh is None:
             self._pool.release(shared)
             return False
         prompt.pages = [*shared, *fresh]
         self._cache.restore(found, prompt.pages[: len(found)], num_cached)
-        prompt.num_cached = prompt.num_planned = len(found) * self._page_size
+        prompt.num_planned = len(found) * self._page_size
+        if not prompt.was_started:
+            prompt.was_started, prompt.num_cached = True, prompt.num_planned
         return True
+
+    def _reserve(self, num_pages: int) -> tuple[int, ...] | None:
+        """Free pages, of the cache if there are too few others; None if there are not so many."""
+        short = num_pages - self._pool.num_free
+        if short > 0:
+            self._cache.evict(short)
+        return self._pool.reserve(num_pages)
+
+    def _kept_back(self) -> list[Prompt]:
+        """Those in the middle of their prompt. Logprobs are collected once, so such ones stay."""
+        return [
+            prompt
+            for prompt in self._prompts.values()
+            if prompt.pages and not prompt.granted and not prompt.wants_logprobs
+        ]
+
+    def _give_up(self, prompt: Prompt) -> None:
+        """Take the pages of a prompt that is kept back; the cache keeps those that are full."""
+        self._pool.release(tuple(prompt.pages))
+        prompt.pages = []
+        prompt.num_planned = 0
 
     def _planned(self, piece: Piece[Prompt]) -> None:
         prompt = piece.prompt

@@ -430,9 +430,43 @@ def test_while_one_finds_no_pages_there_is_no_room_and_as_much_as_ever_once_it_h
     bench.add(2, 8)
     bench.plan()
     rooms = [(bench.scheduler.has_room, bench.scheduler.room_beside)]
-    bench.scheduler.keep_back(1)  # it keeps its pages
-    rooms.append((bench.scheduler.has_room, bench.scheduler.room_beside))
-    assert rooms == [(False, 0)] * 2
     bench.scheduler.release(1)
+    assert rooms == [(False, 0)]
     assert bench.plan() == [(2, 0, 8)]
     assert bench.scheduler.has_room
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_prompt_that_is_kept_back_gives_its_pages_to_one_that_finds_too_few(cached: bool) -> None:
+    bench = Bench(num_pages=16, chunk_tokens=16, cached=cached)
+    slow = bench.add(1, 60)
+    assert bench.plan() == [(1, 0, 16)]
+    bench.scheduler.keep_back(1)
+    bench.add(2, 4)
+    assert bench.plan() == [(2, 0, 4)]
+    assert len(slow.pages) == 15, "there were enough pages"
+    bench.add(3, 8)
+    assert bench.scheduler.can_start(bench.add(4, 8, granted=False), ())
+    assert bench.plan() == [(3, 0, 8)]
+    assert not slow.pages
+    bench.scheduler.grant(1)
+    for room in (2, 3, 4):
+        bench.scheduler.release(room)
+    begun = 16 if cached else 0
+    assert bench.plan() == [(1, begun, begun + 16)]
+    assert slow.num_cached == 0, "when it first started"
+    while bench.plan():
+        pass
+    bench.scheduler.release(1)
+    assert bench.all_back()
+
+
+def test_a_prompt_that_is_kept_back_keeps_its_pages_if_its_logprobs_are_collected() -> None:
+    bench = Bench(num_pages=4, chunk_tokens=8)
+    bench.add(1, 16, logprobs_start=0)
+    bench.add(2, 4)
+    assert bench.plan() == [(1, 0, 8)]
+    bench.scheduler.keep_back(1)
+    assert bench.plan() == []
+    bench.scheduler.grant(1)
+    assert bench.plan() == [(1, 8, 16)]

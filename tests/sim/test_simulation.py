@@ -118,6 +118,7 @@ HAPPENS = [
     "grants_failed",
     "prefill_grants_expired",
     "prefill_decodes_behind",
+    "prefill_gives_pages_up",
     "submits_doubled",
     "submit_replies_lost",
     "decode_pages_late",

@@ -154,6 +154,8 @@ class SimPrefill(PrefillWorker):
             if held.room.state in (State.QUEUED, State.GRANTED):
                 first_page = held.grant.first_page if held.grant is not None else 0
                 assert held.shipped_pages == first_page, f"room {room} ships before it computes"
+            gave_up = held.room.state is State.COMPUTING and not held.prompt.pages
+            stats["prefill_gives_pages_up"] += gave_up
             if held.prompt.pages:
                 assert room not in sending, f"room {room} has pages that the host has"
                 assert held.grant is not None, f"room {room} has pages without a grant"
