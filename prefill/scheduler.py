@@ -157,7 +157,10 @@ class PrefillScheduler:
         """
         awaited = sum(self._pages_to_come(p) for p in self._ready if not p.pages)
         need = awaited + self.pages_of(prompt.num_tokens) - len(chain)
-        short = need - self._pool.num_free - sum(len(p.pages) for p in self._kept_back())
+        short = need - self._pool.num_free
+        if short <= 0 or self._cache.can_evict(short, frozenset(chain)):
+            return True
+        short -= sum(len(prompt.pages) for prompt in self._kept_back())
         return short <= 0 or self._cache.can_evict(short, frozenset(chain))
 
     def pages_of(self, num_tokens: int) -> int:

@@ -55,7 +55,7 @@ _SAID: Final = {
     "--pipeline-parallel-size": _PIPELINE,
     "--pp-size": _PIPELINE,
     "--sampling-backend": _CHOSEN,
-    "--schedule-policy": "there is one: prompts in the order in which they came, long ones aside",
+    "--schedule-policy": "there is one: prompts are begun in the order in which they came",
     "--speculative-draft-model-path": "drafts are taken from the text, by --speculative-algorithm "
     "NGRAM",
     "--tokenizer": "the tokenizer is the one in --model-path",
