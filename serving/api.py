@@ -34,7 +34,7 @@ from serving.siblings import Siblings
 from serving.timeline import RequestTimeline
 from serving.timeline_answer import timeline_of
 from serving.tokenizer import Tokenizer
-from transfer import flags, open_files
+from transfer import flags, open_files, signals
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.collector import calm_collector
@@ -123,6 +123,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     if config.api_workers > 1 and seat is None:
         api_parent.run(config, security)
         return
+    signals.exit_on_signals()  # the file of a Unix socket is removed
     with claimed(config) if seat is None else _seated(config, seat) as sock:
         model_config = ModelConfig.from_dir(config.model_path)
         try:

@@ -1,10 +1,13 @@
 """Claims the HTTP API's address, a port or a Unix socket, before anything is started."""
 
+import fcntl
 import logging
+import os
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 4096
 _OWN_FILES = 64  # kept at least for workers, other API processes, certificates and the like
 _PROBE_TIMEOUT_S = 1.0
+_LOCK_TRIES, _LOCK_EACH_S = 100, 0.02  # longer than a probe of another server's takes
 
 
 def bound_of(config: ServeConfig, on_surplus: Callable[[str], object]) -> Bound:
@@ -77,16 +81,17 @@ def claimed(config: ServeConfig) -> Iterator[socket.socket]:
             yield _listening(sock, config)
         return
     path = Path(config.uds).absolute()
-    _clear(path)
     with socket.socket(socket.AF_UNIX) as sock:
-        try:
-            sock.bind(str(path))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on --uds {path}: {error.strerror or error}"
-            ) from error
-        sock.listen(BACKLOG)
-        own = _identity(path)
+        with _alone_in(path.parent):  # another server sees it either listen or not be there
+            _clear(path)
+            try:
+                sock.bind(str(path))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on --uds {path}: {error.strerror or error}"
+                ) from error
+            sock.listen(BACKLOG)
+            own = _identity(path)
         try:
             yield sock
         finally:
@@ -137,6 +142,25 @@ def _bound(config: ServeConfig) -> socket.socket:
 
 def _listening(sock: socket.socket, config: ServeConfig) -> socket.socket:
     return ports.listen(sock, config.host, config.port, "--port", BACKLOG)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, unless it cannot be had: others may keep it for reasons of theirs."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # binding there says why
+        yield
+        return
+    try:
+        for _ in range(_LOCK_TRIES):
+            with suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            threading.Event().wait(_LOCK_EACH_S)
+        yield
+    finally:
+        os.close(held)
 
 
 def _clear(path: Path) -> None:

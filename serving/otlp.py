@@ -70,6 +70,7 @@ class TraceExporter:
         self._on_dropped = on_dropped
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
         self._closing = False
+        self._num_offered = self._num_settled = 0
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
         self._thread.start()
 
@@ -79,6 +80,8 @@ class TraceExporter:
             self._queue.put_nowait(timeline)
         except queue.Full:
             self._on_dropped(1)
+        else:
+            self._num_offered += 1
 
     def close(self) -> None:
         """Send what is queued, for at most _STOP_TIMEOUT_S."""
@@ -89,7 +92,8 @@ class TraceExporter:
             pass  # the thread takes what is queued, and looks at `_closing` after it
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("%d requests were not traced: no time is left", self._queue.qsize())
+            left = self._num_offered - self._num_settled
+            log.warning("%d requests were not traced: no time is left", left)
 
     def _run(self) -> None:
         while True:
@@ -97,6 +101,7 @@ class TraceExporter:
             timelines = [timeline for timeline in batch if timeline is not None]
             if timelines and not self._sent(timelines):
                 self._on_dropped(len(timelines))
+            self._num_settled += len(timelines)
             if self._closing and self._queue.empty():
                 return
 

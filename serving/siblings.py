@@ -119,28 +119,42 @@ class Siblings:
         await self._ask_all("Flushed", wire.Empty(), wire.Empty)
 
     async def _tell_uses(self, untold: Untold) -> None:
-        """Tell the others which prompts go to which workers, a few times a second."""
-        while True:
-            await asyncio.sleep(_TELL_EACH_S)
-            if uses := untold.take():
-                await self._ask_all("Picked", Picked(uses), wire.Empty)
+        """Tell the others which prompts go to which workers, a few times a second.
+
+        One that has not answered yet is not told more: it misses hints, and holds nobody up.
+        """
+        telling: dict[RpcClient, asyncio.Task[wire.Empty | None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(_TELL_EACH_S)
+                if uses := untold.take():
+                    for client in self._clients:
+                        if client not in telling or telling[client].done():
+                            told = self._ask(client, "Picked", Picked(uses), wire.Empty)
+                            telling[client] = asyncio.create_task(told)
+        finally:
+            for task in telling.values():
+                task.cancel()
 
     async def _ask_all[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M]
     ) -> list[M]:
-        async def ask(client: RpcClient) -> M | None:
-            complaint = self._complaints.of(client.address)
-            try:
-                answer = await client.call(name, request, reply, TIMEOUT_S)
-            except RpcError as error:
-                complaint.tell(error)
-                self._front.dispatcher.metrics.sibling_silent()
-                return None
-            complaint.settle()
-            return answer
+        asked = [self._ask(client, name, request, reply) for client in self._clients]
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
-        answers = await asyncio.gather(*map(ask, self._clients))
-        return [answer for answer in answers if answer is not None]
+    async def _ask[M: msgspec.Struct](
+        self, client: RpcClient, name: str, request: msgspec.Struct, reply: type[M]
+    ) -> M | None:
+        """The answer; None if none came in time."""
+        complaint = self._complaints.of(client.address)
+        try:
+            answer = await client.call(name, request, reply, TIMEOUT_S)
+        except RpcError as error:
+            complaint.tell(error)
+            self._front.dispatcher.metrics.sibling_silent()
+            return None
+        complaint.settle()
+        return answer
 
     # --- what the others ask of this process ---
 

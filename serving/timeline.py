@@ -107,7 +107,7 @@ class Timelines:
         self._clock = clock
         self.on_over: Callable[[RequestTimeline], None] | None = None
         self._over: deque[RequestTimeline] = deque()  # the oldest first
-        self._by_id: dict[str, RequestTimeline] = {}  # the latest of that id
+        self._by_id: dict[str, list[RequestTimeline]] = {}  # those kept, the latest last
         self._rooms: dict[int, Attempt] = {}  # of all requests kept
         self._num_choices = 0  # of ended requests
 
@@ -124,12 +124,13 @@ class Timelines:
             ChoiceTimeline(ask.index, ask.request_id, len(ask.prompt.ids)) for ask in asked.choices
         ]
         for name in _names(request):
-            self._by_id[name] = request
+            self._by_id.setdefault(name, []).append(request)
         return request
 
     def find(self, request_id: str) -> RequestTimeline | None:
         """The latest request with that id, its own or that of a prompt in its batch."""
-        return self._by_id.get(request_id)
+        found = self._by_id.get(request_id)
+        return found[-1] if found else None
 
     def close(self, request: RequestTimeline) -> None:
         """The request ended: its answer was sent, or nobody waits for it any more."""
@@ -213,7 +214,8 @@ class Timelines:
     def _drop(self, request: RequestTimeline) -> None:
         self._num_choices -= len(request.choices)
         for name in _names(request):
-            if self._by_id.get(name) is request:
+            self._by_id[name].remove(request)
+            if not self._by_id[name]:
                 del self._by_id[name]
         for choice in request.choices:
             for attempt in choice.attempts:

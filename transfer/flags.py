@@ -6,6 +6,8 @@ exit code 2.
 """
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import json
 import logging
@@ -38,6 +40,7 @@ LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 4096  # every call carries it in a header, and gRPC bounds headers by 8 KiB
 _MOST = (1 << 63) - 1
+_PR_SET_PDEATHSIG = 1
 _FLAG = re.compile(r"--?[a-zA-Z]|--.")  # not a negative number, nor "--" alone
 
 _orphaned: list[Callable[[], None]] = []  # callbacks of when_orphaned
@@ -420,3 +423,6 @@ def _watch_lifeline() -> None:
             os._exit(1)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    # If this process is stopped when its supervisor dies, the kernel lets it go on, and it ends.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))

@@ -6,9 +6,8 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 
 # Sent by a parent to make its child drain. It acts like SIGTERM, but is never a second SIGTERM to a
-# child that got one before, or that got one together with its parent.
+# child that got one before, or that gets one together with its parent.
 DRAIN = signal.SIGUSR1
-
 
 Actions = Mapping[signal.Signals, Callable[[], object]]
 
@@ -22,20 +21,49 @@ def draining_first(
     """What signals do to a process that can drain.
 
     SIGTERM drains. SIGINT, a second SIGTERM, or a SIGTERM before the process is ready stops at
-    once.
+    once. SIGHUP acts as a first SIGTERM, and never as a second.
     """
+    asked = False  # by its parent: the SIGTERM that the parent got may be on its way here, too
 
     def terminated() -> None:
+        nonlocal asked
         if is_ready() and not is_draining():
             drain()
+        elif asked:
+            asked = False
         else:
             stop()
 
-    def told_to_drain() -> None:
+    def hung_up() -> None:
         if not is_draining():
             terminated()
 
-    return {signal.SIGINT: stop, signal.SIGTERM: terminated, DRAIN: told_to_drain}
+    def told_to_drain() -> None:
+        nonlocal asked
+        if not is_draining():
+            terminated()
+            asked = is_draining()
+
+    return {
+        signal.SIGINT: stop,
+        signal.SIGTERM: terminated,
+        signal.SIGHUP: hung_up,
+        DRAIN: told_to_drain,
+    }
+
+
+def exit_on_signals() -> None:
+    """Until `on_signals`, SIGTERM and SIGHUP end the process by SystemExit: `with` blocks unwind.
+
+    What is ignored on purpose stays so.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 def forget_inherited() -> None:
@@ -59,7 +87,9 @@ def on_signals(actions: Actions) -> Iterator[None]:
     complains on stderr) or kill the process before it has said why it ends.
     """
     loop = asyncio.get_running_loop()
-    if signal.SIGTERM in actions and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        actions = {number: act for number, act in actions.items() if number != signal.SIGHUP}
+    elif signal.SIGTERM in actions and signal.SIGHUP not in actions:
         actions = {**actions, **_with_hangup(actions[signal.SIGTERM])}
     for number, action in actions.items():
         loop.add_signal_handler(number, action)

@@ -1,15 +1,18 @@
 """Where the API listens: what is claimed, what is refused, and what is left in the end."""
 
+import fcntl
 import os
 import select
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 
+from serving import listening
 from serving.config import ServeConfig
 from serving.listening import (
     address_of,
@@ -147,6 +150,47 @@ def test_a_live_socket_that_takes_nobody_in_just_now_is_refused_too(tmp_path: Pa
         waiting.connect(str(path))  # its backlog is full now
         with pytest.raises(ConfigError, match="is in use"), claimed(config(uds=str(path))):
             pass
+
+
+def test_of_servers_that_start_at_once_one_has_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    for _ in range(20):
+        leave_stale(path)
+        together, over = threading.Barrier(4), threading.Event()
+        begun: list[bool] = []
+
+        def start(together: threading.Barrier, over: threading.Event, begun: list[bool]) -> None:
+            together.wait(20)
+            try:
+                with claimed(config(uds=str(path))):
+                    begun.append(True)
+                    over.wait(20)
+            except ConfigError:
+                begun.append(False)
+
+        args = together, over, begun
+        servers = [threading.Thread(target=start, args=args) for _ in range(4)]
+        for server in servers:
+            server.start()
+        while len(begun) < 4:
+            over.wait(0.001)
+        knock(path)
+        over.set()
+        for server in servers:
+            server.join(20)
+        assert sorted(begun) == [False, False, False, True]
+        assert not path.exists()
+
+
+def test_a_lock_that_somebody_keeps_holds_up_a_start_only_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "_LOCK_EACH_S", 0.0)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with claimed(config(uds=str(tmp_path / "api.sock"))):
+        knock(tmp_path / "api.sock")
+    os.close(folder)
 
 
 def test_a_socket_that_another_put_there_is_left_to_it(tmp_path: Path) -> None:

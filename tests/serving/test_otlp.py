@@ -58,6 +58,20 @@ def test_what_cannot_be_queued_is_dropped_and_counted_without_a_wait() -> None:
     assert [timeline["number"] for timeline in sender.sent] == list(range(-1, MAX_QUEUED))
 
 
+def test_what_is_lost_at_the_end_is_told_in_full(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.otlp, "_STOP_TIMEOUT_S", 0.05)
+    sender = Sender()
+    exporter = TraceExporter(sender, lambda count: None)
+    exporter.offer({"number": 0})  # under way
+    assert sender.begun.wait(20)
+    exporter.offer({"number": 1})
+    exporter.close()
+    assert "2 requests were not traced: no time is left" in caplog.text
+    sender.may.set()
+
+
 def test_a_batch_that_fails_is_counted_and_the_next_one_sent() -> None:
     sender = Sender(False, OSError("nobody there"))
     sender.may.set()

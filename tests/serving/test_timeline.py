@@ -370,6 +370,24 @@ def test_the_latest_of_two_requests_of_one_id_is_found() -> None:
         assert timelines.find("same") is latest
 
 
+def test_a_request_that_still_runs_is_found_after_a_later_one_of_its_id_is_gone() -> None:
+    timelines = Timelines(1, POLICIES, ManualClock())
+
+    def opened(name: str) -> RequestTimeline:
+        timeline = timelines.open(asked(name), ARRIVAL)
+        assert timeline is not None
+        return timeline
+
+    first, second, other = opened("same"), opened("same"), opened("other")
+    timelines.close(second)
+    assert timelines.find("same") is second
+    timelines.close(other)  # one is kept
+    assert timelines.find("same") is first
+    timelines.close(first)
+    timelines.close(opened("another"))
+    assert timelines.find("same") is None
+
+
 def test_a_leg_with_half_a_chunk_makes_no_sense() -> None:
     timelines = Timelines(2, POLICIES, ManualClock())
     with pytest.raises(BadMessage, match="12 bytes of chunks"):

@@ -1,10 +1,15 @@
 """Processes of one server tell each other which prompts go where, so that each can guess caches."""
 
+import asyncio
+from collections import Counter
+
 import msgspec
 
+from serving import siblings
 from serving.prefix_index import ToldUse, Untold, prefix_chain
 from serving.prompt import Prompt
 from serving.router import Router, key_of
+from serving.siblings import Siblings
 from tests.fakes import FakeCluster
 from tests.serving.test_router import D, P, member, prompt, served
 from transfer import wire
@@ -71,6 +76,28 @@ def test_a_policy_that_looks_at_no_cache_tells_nothing():
     router.untold = Untold()
     assert router.pick([P], [D], 49, 0.0, prompt=Prompt(prompt(1, 3))) is not None
     assert router.untold.take() == ()
+
+
+async def test_a_process_that_hangs_keeps_no_other_from_being_told(monkeypatch):
+    told: Counter[str] = Counter()
+
+    class OneHangs(Siblings):
+        async def _ask(self, client, name, request, reply):
+            told[client] += 1
+            if client == "hangs":
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(siblings, "_TELL_EACH_S", 0.001)
+    own = OneHangs(None, None, None)  # type: ignore[arg-type]  # it asks nobody
+    own._clients = ["hangs", "answers"]  # type: ignore[list-item]
+    untold = Untold()
+    telling = asyncio.create_task(own._tell_uses(untold))
+    while told["answers"] < 3:
+        untold.add("a", 1, -1, [1], 0)
+        await asyncio.sleep(0.001)
+    assert told["hangs"] == 1
+    telling.cancel()
+    await asyncio.wait({telling})
 
 
 async def test_a_worker_that_is_gone_is_remembered_by_nobody_who_hears_of_it():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from transfer.signals import on_signals
+from transfer.signals import DRAIN, draining_first, on_signals
 
 # The signal arrives after the loop's wake-up socket is closed and before its handlers are removed.
 ENDS = """
@@ -63,6 +63,41 @@ async def body():
 
 flags.run_main("example", lambda: asyncio.run(body()))
 """
+
+
+TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_ready", "did"),
+    [
+        ((TERM,), True, ["drain"]),
+        ((TERM, TERM), True, ["drain", "stop"]),
+        ((TERM, DRAIN), True, ["drain"]),  # its parent and it get a SIGTERM, in any order
+        ((DRAIN, TERM), True, ["drain"]),
+        ((DRAIN, TERM, TERM), True, ["drain", "stop"]),
+        ((DRAIN, HUP, HUP), True, ["drain"]),
+        ((HUP, HUP), True, ["drain"]),
+        ((HUP, TERM), True, ["drain", "stop"]),
+        ((TERM, DRAIN, TERM), True, ["drain", "stop"]),
+        ((DRAIN, INT), True, ["drain", "stop"]),
+        ((DRAIN,), False, ["stop"]),
+        ((HUP,), False, ["stop"]),
+    ],
+)
+def test_a_second_sigterm_is_one_that_its_parent_did_not_get(
+    numbers: tuple[signal.Signals, ...], is_ready: bool, did: list[str]
+) -> None:
+    done: list[str] = []
+    actions = draining_first(
+        lambda: done.append("drain"),
+        lambda: done.append("stop"),
+        lambda: is_ready,
+        lambda: "drain" in done,
+    )
+    for number in numbers:
+        actions[number]()
+    assert done == did
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
