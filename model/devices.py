@@ -19,6 +19,8 @@ def prepare_devices(num_devices: int, meeting_host: str = "") -> None:
     user without a home has none. A mesh over several processes has only our own cache in it.
     """
     jax.config.update("jax_enable_x64", False)  # JAX_ENABLE_X64 would widen what programs index by
+    jax.config.update("jax_numpy_rank_promotion", "allow")  # as our programs do
+    jax.config.update("jax_disable_jit", False)  # they are compiled before there are any requests
     jax.config.update("jax_num_cpu_devices", num_devices)
     if meeting_host:
         os.environ[_SPARED] = ",".join(filter(None, (os.environ.get(_SPARED, ""), meeting_host)))

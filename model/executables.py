@@ -170,15 +170,22 @@ class ExecutableCache:
         not make a file the latest, since workers that start together each read their own files.
         now_s: on the clock of file times.
         beside: JAX's own files, which tell when they were written. Those of programs that are kept
-        here are not read again; what else is still used is written once more.
+        here are not read again; what else is still used is written once more. Those that a full
+        disk left empty go, too: JAX would complain of them at every start.
         """
         if not self._writes:
             return
         try:
             read_s = {path: path.stat().st_mtime for path in self._folder.iterdir()}
             latest_s = max((at for at in read_s.values() if at < now_s - _DAY_S), default=0.0)
-            told_s = read_s | {path: path.stat().st_mtime for path in beside}
-            for path in (path for path in told_s if told_s[path] < latest_s - _FORGOTTEN_S):
+            others = {path: path.stat() for path in beside}
+            told_s = read_s | {path: found.st_mtime for path, found in others.items()}
+            useless = [path for path in told_s if told_s[path] < latest_s - _FORGOTTEN_S]
+            # One that was begun just now may be another process's.
+            useless += [
+                p for p, at in others.items() if not at.st_size and at.st_mtime < now_s - 60
+            ]
+            for path in useless:
                 path.unlink(missing_ok=True)
         except OSError as error:  # another worker removed it, or it is another user's
             log.info("executables no longer used are not all removed: %s", error)

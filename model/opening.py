@@ -115,7 +115,8 @@ def on_cpu() -> bool:
         return jax.default_backend() == "cpu"
     except (RuntimeError, AssertionError) as error:  # the latter, wordless, without a plugin
         asked = os.environ.get("JAX_PLATFORMS", "")
-        raise ModelError(f"JAX finds no device, JAX_PLATFORMS is {asked!r}: {error}") from error
+        why = str(error) or "no plugin for it is installed"
+        raise ModelError(f"JAX finds no device, JAX_PLATFORMS is {asked!r}: {why}") from error
 
 
 def open_model(

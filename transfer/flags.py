@@ -24,11 +24,12 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
 from model.errors import MemoryShortage, ModelError, NodeLost
-from transfer import logs, open_files, signals, terminal
+from transfer import logs, open_files, open_threads, signals, terminal
 from transfer.checks import NamedPath, is_there
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
 from transfer.flag_names import flag_name, hint
+from transfer.open_threads import NO_THREAD
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
@@ -41,6 +42,7 @@ MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 4096  # every call carries it in a header, and gRPC bounds headers by 8 KiB
 _MOST = (1 << 63) - 1
 _PR_SET_PDEATHSIG = 1
+_OF_JAX = re.compile(r"for environment 'JAX_|for JAX flag jax_")
 _FLAG = re.compile(r"--?[a-zA-Z]|--.")  # not a negative number, nor "--" alone
 
 _orphaned: list[Callable[[], None]] = []  # callbacks of when_orphaned
@@ -341,6 +343,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     try:
         _watch_lifeline()
         open_files.raise_limit()
+        open_threads.check_room(open_threads.FOR_ANY)
         # Under `kvferry up` the parent adds the name.
         logs.set_up("" if NOTIFY_ENV in os.environ else prog)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # replaces the import-time one
@@ -357,13 +360,13 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        log, lack = logging.getLogger(__name__), _lack(error)
-        log.log(logging.DEBUG if lack else logging.ERROR, "kvferry %s failed", prog, exc_info=True)
+        log, told = logging.getLogger(__name__), _lack(error) or _refused_by_jax(error)
+        log.log(logging.DEBUG if told else logging.ERROR, "kvferry %s failed", prog, exc_info=True)
         # A traceback may end with a note, such as JAX's on frames that it leaves out, and what
         # supervises this process quotes its last line.
-        what = lack or " ".join(f"{type(error).__name__}: {error}".split())
+        what = told or " ".join(f"{type(error).__name__}: {error}".split())
         terminal.complain(f"kvferry {prog}: {what}")
-        code = 1
+        code = EXIT_CONFIG if _refused_by_jax(error) else 1
     terminal.flush()
     os._exit(code)
 
@@ -371,9 +374,19 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
 def _lack(error: BaseException) -> str:
     """What the system has refused to this process; "" if the error is another."""
     if isinstance(error, MemoryError):
-        return " ".join(f"out of memory, or of what `ulimit -v` allows: {error}".split())
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return f"{error}: the limits are those of `ulimit -u`, `ulimit -v` and the container"
+        what = "out of memory, or of what `ulimit -v` allows"
+        return " ".join(f"{what}: {error}".split()) if str(error) else what
+    if "os error 11" in str(error):  # of threads in Rust
+        error = RuntimeError(NO_THREAD)
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        return f"{error}: {open_threads.LIMITS}"
+    return ""
+
+
+def _refused_by_jax(error: BaseException) -> str:
+    """What JAX says of an environment variable that it does not take; "" of anything else."""
+    if isinstance(error, ValueError) and _OF_JAX.search(str(error)):
+        return " ".join(f"an environment variable of JAX: {error}".split())
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.devices import prepare_devices
 from model.processors import take_threads
-from transfer import flags
+from transfer import flags, open_threads
 from transfer.collector import keep_what_started
 from transfer.member import Member, Node, Tell
 from transfer.role import RoleWorker
@@ -23,6 +23,7 @@ def run[C: WorkerConfig](
     node: Callable[[C, Security, Tell], Node],
 ) -> None:
     """Run until it is told to stop. node: of a member that does not lead."""
+    open_threads.check_room(open_threads.FOR_WORKER + config.own_devices)
     take_threads(config.cpu_threads, ModelConfig.from_dir(config.model_path).hidden_size)
     prepare_devices(config.own_devices, config.meeting_host)
 

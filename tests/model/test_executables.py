@@ -350,13 +350,15 @@ def test_what_was_last_read_a_month_before_another_is_removed(
     cache.remove_forgotten(now_s)  # like the other role, which has read nothing yet
     assert set(tmp_path.iterdir()) == {*mine, theirs, left}
     os.utime(theirs, (0, now_s))  # now it has read
-    beside = [tmp_path_factory.mktemp("jax") / f"{days}-cache" for days in (29, 31)]
-    for path, days in zip(beside, (29, 31), strict=True):
-        path.touch()
+    jax_s = tmp_path_factory.mktemp("jax")
+    beside = [jax_s / f"{number}-cache" for number in range(4)]
+    # The last two were left by a full disk, and are being written.
+    for path, text, days in zip(beside, ("a", "a", "", ""), (29, 31, 1, -2), strict=True):
+        path.write_text(text)
         os.utime(path, (0, now_s - days * DAY_S))
     cache.remove_forgotten(now_s + 2 * DAY_S, beside)
     assert set(tmp_path.iterdir()) == {*mine, theirs}
-    assert [path.exists() for path in beside] == [True, False]
+    assert [path.exists() for path in beside] == [True, False, False, True]
 
 
 def test_a_folder_of_another_user_is_read_though_its_times_stay(

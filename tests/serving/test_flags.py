@@ -452,6 +452,12 @@ def _make_certificate(folder: Path) -> None:
         (Unavailable("nobody there"), 1, "kvferry x: nobody there\n"),
         (MemoryError("of 1 TiB"), 1, "kvferry x: out of memory"),
         (RuntimeError("can't start new thread"), 1, "kvferry x: can't start new thread: "),
+        (ValueError("Unavailable (os error 11)"), 1, "kvferry x: can't start new thread: "),
+        (
+            ValueError("odd value for environment 'JAX_X'"),
+            2,
+            "kvferry x: an environment variable",
+        ),
         (ValueError("no\nluck"), 1, "kvferry x: ValueError: no luck\n"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(2), 2, ""),
