@@ -12,7 +12,7 @@ from serving.config import ServeConfig
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink
 from serving.limits import Limiter, Ticket
 from serving.membership import Membership
-from serving.metrics import Metrics
+from serving.metrics import Metrics, of_processes
 from serving.placement import Placement
 from serving.prefix_index import ToldUse, Untold
 from serving.router import Router
@@ -306,12 +306,14 @@ class Dispatcher:
     async def metrics_text(self, processes: Mapping[int, bytes] | None = None) -> bytes:
         """Metrics in Prometheus' format; asks the workers for what they count.
 
-        processes: as of Metrics.render.
+        processes: the own text of each API process of this server, by number; None: this is alone.
         """
+        # In a thread: it takes milliseconds for each process, and streams wait on the loop.
+        own = None if processes is None else await asyncio.to_thread(of_processes, processes)
         answers = await self._ask_all(WorkerLink.info)
         states = [answer for _, answer in answers if not isinstance(answer, RpcError)]
         self.metrics.set_states(states)
-        return self.metrics.render(processes)
+        return self.metrics.render(own)
 
     async def _ask_all[T](
         self, ask: Callable[[WorkerLink], Awaitable[T]]

@@ -346,14 +346,20 @@ class Metrics:
         """This process's own metrics, without what the workers report (CONTENT_TYPE)."""
         return generate_latest(self._registry)
 
-    def render(self, processes: Mapping[int, bytes] | None = None) -> bytes:
+    def render(self, own: bytes | None = None) -> bytes:
         """Everything in Prometheus' text format (CONTENT_TYPE).
 
-        processes: the own_text of every API process of this server, this one included, by number;
-        each sample gets its process as a label. None: there is only this process, and no label.
+        own: of all processes, see `of_processes`. None: there is only this one.
         """
-        own = self.own_text() if processes is None else generate_latest(_Processes(processes))
-        return own + generate_latest(self._cluster)
+        return (self.own_text() if own is None else own) + generate_latest(self._cluster)
+
+
+def of_processes(texts: Mapping[int, bytes]) -> bytes:
+    """The own_text of every API process of this server, by number, as one (any thread).
+
+    Each sample gets its process as a label.
+    """
+    return generate_latest(_Processes(texts))
 
 
 def _counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:

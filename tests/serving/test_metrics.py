@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.metrics import BulkHistogram, Metrics
+from serving.metrics import BulkHistogram, Metrics, of_processes
 from tests.serving.live import live_server
 from transfer import wire
 
@@ -74,7 +74,7 @@ def test_several_processes_are_told_apart_and_the_cluster_is_shown_once():
             metrics.ended("stop", 1.25)
         metrics.step(count, [0.01] * count, 0)
         metrics.set_states([wire.WorkerState("d0", "decode", 1, wire.Load(), 3, 0, 1, 0, {}, {})])
-    text = first.render({0: first.own_text(), 1: second.own_text()})
+    text = first.render(of_processes({0: first.own_text(), 1: second.own_text()}))
     read = parsed(text)
     for name, *labels in (
         ("num_running_reqs",),
