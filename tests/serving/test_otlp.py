@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import itertools
 import queue
 import re
 import threading
@@ -62,14 +63,26 @@ def test_what_is_lost_at_the_end_is_told_in_full(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving.otlp, "_STOP_TIMEOUT_S", 0.05)
-    sender = Sender()
-    exporter = TraceExporter(sender, lambda count: None)
-    exporter.offer({"number": 0})  # under way
-    assert sender.begun.wait(20)
-    exporter.offer({"number": 1})
+    begun = [threading.Event(), threading.Event()]
+    may = [threading.Event(), threading.Event()]
+    batches = itertools.count()
+
+    class Slow(Sender):
+        def send(self, timelines: Sequence[dict[str, Any]]) -> bool:
+            number = next(batches)
+            begun[number].set()
+            return may[number].wait(20)
+
+    exporter = TraceExporter(Slow(), lambda count: None)
+    exporter.offer({"number": 0})
+    assert begun[0].wait(20)
+    for number in (1, 2):
+        exporter.offer({"number": number})
+    may[0].set()
+    assert begun[1].wait(20)
     exporter.close()
+    may[1].set()
     assert "2 requests were not traced: no time is left" in caplog.text
-    sender.may.set()
 
 
 def test_a_batch_that_fails_is_counted_and_the_next_one_sent() -> None:
