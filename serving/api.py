@@ -123,7 +123,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     if config.api_workers > 1 and seat is None:
         api_parent.run(config, security)
         return
-    signals.exit_on_signals()  # the file of a Unix socket is removed
+    signals.exit_on_signals()  # so that the file of a Unix socket goes even while the model loads
     with claimed(config) if seat is None else _seated(config, seat) as sock:
         model_config = ModelConfig.from_dir(config.model_path)
         try:
