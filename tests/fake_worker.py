@@ -141,6 +141,7 @@ class FakeWorker:
         self._held: list[tuple[str, wire.StepBatch]] | None = None
         self._prefixes: set[tuple[str, tuple[int, ...]]] = set()
         self._streams: dict[str, asyncio.Queue[wire.StepBatch | None]] = {}
+        self.sent: dict[str, int] = {}  # stream that is open -> batches on it so far
         self._server: RpcServer | None = None
 
     @property
@@ -234,8 +235,8 @@ class FakeWorker:
     async def leave(self) -> None:
         """Leave in order: a farewell on every stream, then off the registry."""
         farewell = wire.RoomEvent(0, "drained")
+        self._send_all(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, events=(farewell,)))
         for queue in self._streams.values():
-            queue.put_nowait(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, events=(farewell,)))
             queue.put_nowait(None)
         await until(lambda: not self._streams)
         self.rooms.clear()
@@ -253,19 +254,23 @@ class FakeWorker:
             wire.pack_i32([token_idx]),
             wire.pack_u8([wire.RUNNING]),
         )
-        for queue in self._streams.values():
-            queue.put_nowait(batch)
+        self._send_all(batch)
 
     def tell(self, *legs: wire.LegRecord) -> None:
         """Send how legs went to every stream."""
-        batch = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, legs=legs)
-        for queue in self._streams.values():
-            queue.put_nowait(batch)
+        self._send_all(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, legs=legs))
 
     def sign_of_life(self) -> None:
         """An empty batch to every stream, as idle workers send every half second."""
-        for queue in self._streams.values():
-            queue.put_nowait(self._alive())
+        self._send_all(self._alive())
+
+    def _send_all(self, batch: wire.StepBatch) -> None:
+        for api_id in self._streams:
+            self._put(api_id, batch)
+
+    def _put(self, api_id: str, batch: wire.StepBatch) -> None:
+        self.sent[api_id] += 1
+        self._streams[api_id].put_nowait(batch)
 
     def _alive(self) -> wire.StepBatch:
         self._turns += not self.stuck
@@ -333,7 +338,7 @@ class FakeWorker:
         if self._held is not None:
             self._held.append((api_id, batch))
         elif api_id in self._streams:
-            self._streams[api_id].put_nowait(batch)
+            self._put(api_id, batch)
 
     # --- what it serves ---
 
@@ -398,20 +403,23 @@ class FakeWorker:
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         queue: asyncio.Queue[wire.StepBatch | None] = asyncio.Queue()
         self._streams[request.api_id] = queue
+        self.sent[request.api_id] = 0
+        self._put(request.api_id, self._alive())
         try:
-            if not self.silent:
-                yield self._alive()
             while True:
                 try:
                     batch = await asyncio.wait_for(queue.get(), _HEARTBEAT_S)
                 except TimeoutError:
-                    batch = self._alive()
+                    self._put(request.api_id, self._alive())
+                    continue
                 if batch is None:
                     return
-                if not self.silent:
+                if self.silent:
+                    self.sent[request.api_id] -= 1
+                else:
                     yield batch
         finally:
-            del self._streams[request.api_id]
+            del self._streams[request.api_id], self.sent[request.api_id]
             for room in list(self.rooms.values()):
                 if room.submit.api_id == request.api_id:
                     self.rooms.pop(room.submit.room)

@@ -12,6 +12,7 @@ The next token is `next_token(all tokens so far)`, so every output can be comput
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from serving.dispatch import Dispatcher
 from serving.generation import GenerationSpec
 from serving.prompt import Prompt
 from serving.router import Key
+from serving.worker_link import WorkerLink
 from tests.fake_network import expected_tokens, logprob_of, next_token, top_of
 from tests.fake_worker import PAGE_SIZE, FakeRegistry, FakeRoom, FakeWorker
 from tests.recording import ManualTimers, RecordingSink, until
@@ -56,6 +58,22 @@ def open_workers(dispatcher: Dispatcher) -> dict[Key, float]:
     return {link.key: link.heard_s for link in dispatcher._membership.open_links()}
 
 
+class _Listening(Dispatcher):
+    """Counts the batches that it has taken: (worker, stream) -> how many."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heard = Counter[tuple[str, str]]()
+
+    async def on_batch(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        await super().on_batch(link, batch)
+        self.heard[link.worker_id, link.api_id] += 1
+
+    def on_stale(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        super().on_stale(link, batch)
+        self.heard[link.worker_id, link.api_id] += 1
+
+
 @dataclass
 class FakeCluster:
     """Everything behind the API process. Start it with `async with`.
@@ -80,7 +98,7 @@ class FakeCluster:
         self._timers = ManualTimers(self.clock) if isinstance(self.clock, ManualClock) else None
         self._work = asyncio.Event()
         self._stepper: asyncio.Task[None] | None = None
-        self._dispatchers: list[Dispatcher] = []
+        self._dispatchers: list[_Listening] = []
         self.prefill = [FakeWorker(self, "prefill", f"prefill-{i}") for i in range(self.prefills)]
         self.decode = [FakeWorker(self, "decode", f"decode-{i}") for i in range(self.decodes)]
 
@@ -119,7 +137,7 @@ class FakeCluster:
 
     async def dispatcher(self, *, wait: bool = True, **changes: Any) -> Dispatcher:
         """A started dispatcher, stopped with the cluster. wait: until it sees every worker."""
-        dispatcher = Dispatcher(
+        dispatcher = _Listening(
             self.config(**changes),
             self.security,
             self.clock,
@@ -134,7 +152,8 @@ class FakeCluster:
     async def pass_time(self, seconds: float) -> None:
         """Advance the manual clock in steps of half a second.
 
-        Before each, every worker that is neither dead nor hung gives a sign of life.
+        Before each, every worker that is neither dead nor hung gives a sign of life, and all that
+        it has sent is taken.
         """
         while seconds > 0:
             for worker in self.workers:
@@ -144,13 +163,14 @@ class FakeCluster:
             seconds -= 0.5
 
     def _all_heard(self) -> bool:
-        now_s = self.clock.monotonic_s()
-        silent = {worker.worker_id for worker in self.workers if worker.silent}
+        heard = Counter[tuple[str, str]]()
+        for dispatcher in self._dispatchers:
+            heard.update(dispatcher.heard)
         return all(
-            heard_s == now_s
-            for dispatcher in self._dispatchers
-            for (worker_id, _), heard_s in open_workers(dispatcher).items()
-            if worker_id not in silent
+            heard[worker.worker_id, api_id] == sent
+            for worker in self.workers
+            if not worker.silent
+            for api_id, sent in worker.sent.items()
         )
 
     def sees_all(self, dispatcher: Dispatcher) -> bool:
