@@ -34,7 +34,7 @@ from serving.siblings import Siblings
 from serving.timeline import RequestTimeline
 from serving.timeline_answer import timeline_of
 from serving.tokenizer import Tokenizer
-from transfer import flags, open_files, signals
+from transfer import flags, open_files, signals, watchdog
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.collector import calm_collector
@@ -81,6 +81,7 @@ HELP = {
     "breaker_failures": "failures in a row after which a worker is passed over for a while",
     "progress_timeout_s": "seconds without progress of its loop after which a worker is passed "
     "over and /health fails; must be longer than a chunk or a step takes",
+    "watchdog_timeout_s": watchdog.HELP,
     "stream_interval": "tokens per streamed chunk after the first; auto: 1, more while the server "
     "falls behind",
     "batch_notify_size": "streams that get a step's tokens before the event loop turns to other "
@@ -187,6 +188,7 @@ async def serve(
         serving = asyncio.create_task(take_clients())
         stopped = asyncio.create_task(leaving.over.wait())
         takes = asyncio.create_task(server.takes.wait())
+        hanging = asyncio.create_task(watchdog.watch(config.watchdog_timeout_s))
         try:
             ends = {serving, stopped, watching}
             await asyncio.wait({*ends, takes}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,6 +208,7 @@ async def serve(
             front.model.trial.close()
             stopped.cancel()
             takes.cancel()
+            hanging.cancel()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 

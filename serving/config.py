@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from serving.chat_template import RESERVED_KWARGS
 from serving.parsing import ReasoningParser, ToolCallParser
+from transfer import watchdog
 from transfer.checks import above_zero, at_least, check_port, has_an_end
 from transfer.errors import ConfigError
 
@@ -44,6 +45,7 @@ class ServeConfig:
     decode_policy: RolePolicy = "same"
     breaker_failures: int = 5  # of a worker, in a row, before it is passed over for a while
     progress_timeout_s: float = 10.0  # a worker whose loop stands still for so long is, too
+    watchdog_timeout_s: float = watchdog.TIMEOUT_S
     stream_interval: int | Literal["auto"] = "auto"  # tokens a chunk after the first
     batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
     # httpx keeps idle connections for 5 s, as uvicorn does by default, and a request that meets a
@@ -91,6 +93,7 @@ class ServeConfig:
             "slow_client_timeout_s",
         ):
             above_zero(self, name)
+        watchdog.check(self)
         if (self.reasoning_parser == "gpt-oss") != (self.tool_call_parser == "gpt-oss"):
             raise ConfigError(
                 "gpt-oss is one format for reasoning and tool calls: give it to both "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from transfer import flags
+from transfer import flags, watchdog
 from transfer.bootstrap import RegistryServer
 from transfer.certificates import check_shown
 from transfer.checks import above_zero, at_least, check_port
@@ -36,6 +36,7 @@ class RegistryConfig:
     lease_ttl_s: float = 3.0
     route_ttl_s: float = TTL_S
     max_routes: int = MAX_ROOMS
+    watchdog_timeout_s: float = watchdog.TIMEOUT_S
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -49,6 +50,7 @@ class RegistryConfig:
         above_zero(self, "route_ttl_s")
         at_least(self, "max_routes", 1)
         check_port(self, "disaggregation_bootstrap_port")
+        watchdog.check(self)
 
 
 HELP = {
@@ -61,6 +63,7 @@ HELP = {
     "dropped",
     "max_routes": "maximum number of rooms whose data-parallel ranks are kept; the oldest are "
     "dropped first",
+    "watchdog_timeout_s": watchdog.HELP,
 }
 
 
@@ -89,5 +92,7 @@ async def serve(config: RegistryConfig, security: Security) -> None:
         log.info("registry is ready on %s", address)
         calm_collector()
         flags.notify_ready(address=address)
+        watching = asyncio.create_task(watchdog.watch(config.watchdog_timeout_s))
         await stop.wait()
         await server.stop()
+        watching.cancel()

@@ -38,6 +38,8 @@ _PROBE_TIMEOUT_S = 5.0
 _SHARED = ("model_path", "served_model_name", "context_length")
 # Nor do these: workers of both roles must agree in them, or no page could pass between them.
 _ALIKE = ("load_format", "lora_paths", "dtype", "page_size", "kv_cache_dtype")
+# Their plain form is among the flags of `serve`; the last two then go to the workers as well.
+_ALSO_OF_SERVE = ("max_queued_requests", "drain_timeout_s", "watchdog_timeout_s")
 _MEETING_PORTS = range(20_000, 32_000)
 _QUEUED = WorkerConfig.max_queued_requests
 _MOST_GROUPS = 256  # of one role on one machine
@@ -103,7 +105,7 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
         both,
         WorkerConfig,
         WORKER_HELP,
-        skip=(*_SHARED, *_FILLED_IN, "max_queued_requests", "drain_timeout_s"),
+        skip=(*_SHARED, *_FILLED_IN, *_ALSO_OF_SERVE),
         optional=[field.name for field in fields(WorkerConfig)],
     )
     for role, config in roles.items():
@@ -192,7 +194,8 @@ def _starting(args: argparse.Namespace, roles: Roles) -> str:
 async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, roles: Roles) -> None:
     terminal.say(_starting(args, roles))
     port_flag = "--disaggregation-bootstrap-port"
-    command = ("serving.launch", "registry", port_flag)
+    watchdog = f"--watchdog-timeout={args.watchdog_timeout_s}"
+    command = ("serving.launch", "registry", watchdog, port_flag)
     registry = await supervisor.start(ChildSpec("registry", (*command, "0")))
     address = (await all_ready([registry]))[0]["address"]
     # If it is started again, it must listen where the others look for it.

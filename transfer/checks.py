@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from transfer.errors import ConfigError
 from transfer.flag_names import flag_name
 
+MAX_TIMEOUT_S = 1_000_000  # what poll and timers of threads can wait for, rounded down
+
 
 class NamedPath(NamedTuple):
     """One of several paths that a flag names: NAME=PATH."""

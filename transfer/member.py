@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, NoReturn, Protocol
 
 from model.calls import Calls
@@ -197,7 +196,7 @@ class Member:
             is_over = await self._next(built.node.calls, batches)
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
             # Its loop alone: a call that hangs here hangs at the leader, too, which ends the group.
-            watching = watch(self._config.watchdog_timeout_s, count().__next__)
+            watching = watch(self._config.watchdog_timeout_s)
             working = (watching, self._live(client, built.node), self._report(client, built.node))
             beside = [asyncio.create_task(work) for work in working]
             try:

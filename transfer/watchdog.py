@@ -11,10 +11,25 @@ import faulthandler
 import logging
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from transfer.checks import MAX_TIMEOUT_S, at_least, at_most
 
 log = logging.getLogger(__name__)
 
+TIMEOUT_S = 300.0  # a process that stands still for so long ends; 0 = none does
+HELP = (
+    "seconds without progress of its loop, and in a worker also at one grammar, after which a "
+    "process writes where it hangs and exits; must be longer than a chunk or a step takes; 0: it "
+    "never does"
+)
 _LOOKS = 10  # at the progress, in the time that it may stand still
+
+
+def check(config: Any) -> None:
+    """Raises ConfigError for a --watchdog-timeout that no timer takes."""
+    at_least(config, "watchdog_timeout_s", 0)
+    at_most(config, "watchdog_timeout_s", MAX_TIMEOUT_S)
 
 
 async def watch(timeout_s: float, *progress: Callable[[], int]) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model.eplb import TRIVIAL, ExpertPolicy
-from transfer import nixl_agent
+from transfer import nixl_agent, watchdog
 from transfer.checks import (
+    MAX_TIMEOUT_S,
     NamedPath,
     above_zero,
     at_least,
@@ -24,7 +25,6 @@ from transfer.ports import is_loopback, split_host_port
 MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
 MAX_KEPT_RATIO = 1_000_000
-MAX_TIMEOUT_S = 1_000_000  # what poll and timers of threads can wait for, rounded down
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
 
@@ -74,7 +74,7 @@ class WorkerConfig:
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
     profile_dir: str = ""  # where profiles are written; "" = each is refused
     profile_timeout_s: float = 1.0  # a profile ends by itself after so long
-    watchdog_timeout_s: float = 300.0  # a process that stands still for so long ends; 0 = none does
+    watchdog_timeout_s: float = watchdog.TIMEOUT_S
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests"):
@@ -99,8 +99,7 @@ class WorkerConfig:
         at_most(self, "profile_timeout_s", MAX_TIMEOUT_S)
         if self.profile_dir:
             is_folder("--profile-dir", Path(self.profile_dir))
-        at_least(self, "watchdog_timeout_s", 0)
-        at_most(self, "watchdog_timeout_s", MAX_TIMEOUT_S)
+        watchdog.check(self)
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
@@ -322,9 +321,7 @@ WORKER_HELP = {
     "threads do; '': profiles are refused",
     "profile_timeout_s": "seconds after which a profile ends unless POST /stop_profile ends it",
     "stall_timeout_s": "seconds without progress after which a data connection counts as lost",
-    "watchdog_timeout_s": "seconds without progress of its loop, or at one grammar, after which "
-    "the process writes where it hangs and exits; must be longer than a chunk or a step takes; "
-    "0: it never does",
+    "watchdog_timeout_s": watchdog.HELP,
     "chunked_prefill_size": "maximum prompt tokens computed at once; 0: 512 on CPU, else 8192, or "
     "2048 where decode computes prompts",
     "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",

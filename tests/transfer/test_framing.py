@@ -12,10 +12,10 @@ from decode.config import DecodeConfig
 from tests.transfer.samples import PATIENCE_S
 from transfer import framing
 from transfer.backend import Frame, Kind, without_payload
+from transfer.checks import MAX_TIMEOUT_S
 from transfer.clock import ManualClock
 from transfer.errors import ConfigError, PeerLost
 from transfer.framing import Connection
-from transfer.worker_config import MAX_TIMEOUT_S
 
 Pair = tuple[Connection, Connection]
 

@@ -1,0 +1,40 @@
+"""A registry or an API process that stands still ends, so that it can be started again."""
+
+import signal
+import time
+from pathlib import Path
+
+from tests.ports import free_port
+from tests.serving.commands import MODEL, Command, start
+
+_TIMEOUT_S = 1.0
+_TRIES = 20
+_WATCHED = f"--watchdog-timeout={_TIMEOUT_S}"
+
+
+def _hang(process: Command) -> None:
+    """Let it stand still until it ends. Its loop may be quicker than its watchdog afterwards."""
+    for _ in range(_TRIES):
+        process.signal(signal.SIGSTOP)
+        time.sleep(1.5 * _TIMEOUT_S)  # its own time
+        process.signal(signal.SIGCONT)
+        time.sleep(0.2)
+        if process.process.poll() is not None:
+            break
+    assert process.ends() == 1
+    assert "Timeout (0:00:01)!" in process.text
+
+
+def test_processes_without_an_engine_end_too_when_they_stand_still(
+    commands: list[Command], tmp_path: Path
+) -> None:
+    port = free_port()
+    registry = start(tmp_path, "registry", f"--disaggregation-bootstrap-port={port}", _WATCHED)
+    commands.append(registry)
+    registry.says(r"registry is ready on \S+")
+    address = f"--registry-address=127.0.0.1:{port}"
+    front = start(tmp_path, "serve", f"--model-path={MODEL}", address, "--port=0", _WATCHED)
+    commands.append(front)
+    front.says("HTTP server listens on")
+    _hang(front)
+    _hang(registry)
