@@ -56,7 +56,7 @@ async def test_a_call_that_nobody_takes_leaves_no_channel(call: Call) -> None:
             raise AssertionError
         await client.renew()
     await client.close()
-    assert num_channels() - before == 1
+    assert num_channels() - before <= 1  # this client's; those of other tests may go meanwhile
 
 
 @pytest.mark.parametrize("call", [follow, ask, ask_in_order])
@@ -94,5 +94,5 @@ async def test_a_call_that_is_given_up_or_cut_off_leaves_no_channel(
         del calling
         await asyncio.sleep(0)
     await client.close()
-    assert num_channels() - before == 1
+    assert num_channels() - before <= 1  # this client's; those of other tests may go meanwhile
     await server.stop()
