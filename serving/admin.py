@@ -37,6 +37,7 @@ from transfer import wire
 from transfer.errors import RpcError
 
 MAX_PROMPTS = 16_384  # of one /tokenize
+MAX_TOKENS = 1 << 20  # of one /detokenize
 INLINE_TOKENS = 4096  # more are decoded in a thread, so that the event loop can serve streams
 
 
@@ -290,8 +291,10 @@ class Admin:
             del body
             adapter_of(fields.model, self._model)
             count = len(fields.tokens)
-            if count <= INLINE_TOKENS:
+            if count <= MAX_TOKENS:
                 count += sum(len(item) for item in fields.tokens if isinstance(item, list))
+            if count > MAX_TOKENS:
+                raise bad_field("tokens", f"at most {MAX_TOKENS} token ids, got {count}")
             if count <= INLINE_TOKENS:
                 texts = self._texts_of(fields)
             else:

@@ -190,6 +190,11 @@ class Connection(HttpToolsProtocol):
         self._got_on = self._awaits_head = True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of its head. Those after the body are dropped: a proxy may not look at them."""
+        if self._awaits_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Its head is there."""
         self._awaits_head = False

@@ -22,6 +22,7 @@ from transfer.wire import MAX_GRAMMAR_BYTES
 # Between two tokens of JSON; a model that may write space without limit sometimes never ends it.
 SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_GBNF_CHARACTERS = 16 << 10  # read in Python, at some 3 us each
+MAX_GBNF_WORK: Final = 2 << 20  # a quarter of a second; see gbnf_work
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # Where only one text can come next, llguidance writes it ahead, at once. It has no bound: after
 # /x+/ that "x" should follow, it would write for ever, in a worker's only thread. One grammar that
@@ -169,10 +170,21 @@ def grammar_rules(name: str, grammar: str) -> dict[str, Any]:
     if not _GBNF_RULE.search(grammar):
         return {"lark_grammar": grammar}
     _bound(name, grammar, _MAX_GBNF_CHARACTERS)
+    if (work := gbnf_work(grammar)) > MAX_GBNF_WORK:
+        most, got = MAX_GBNF_WORK // len(grammar), work // len(grammar)
+        raise wrong(name, f"at most {most} rules in {len(grammar)} characters, got {got}")
     try:
         return {"lark_grammar": gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, grammar))}
     except Exception as error:  # gbnf_to_lark has no error type of its own
         raise wrong(name, f"expected a grammar: {error}") from error
+
+
+def gbnf_work(grammar: str) -> int:
+    """What it may cost to convert a grammar: characters times rules in GBNF, nothing in Lark.
+
+    The conversion looks through all rules again for each one that it finds to be a terminal.
+    """
+    return len(grammar) * grammar.count("::=") if _GBNF_RULE.search(grammar) else 0
 
 
 def _unescaped(escape: re.Match[str]) -> str:

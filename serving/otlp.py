@@ -35,6 +35,11 @@ def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError if spans cannot be sent to `endpoint`; "" turns them off."""
     if not endpoint:
         return
+    if "@" in endpoint.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            "--otlp-traces-endpoint must have no user or password, which anybody could read on the "
+            "command line; $OTEL_EXPORTER_OTLP_HEADERS may hold an Authorization"
+        )
     if not _is_url(endpoint):
         raise ConfigError(
             f"--otlp-traces-endpoint must be a URL like http://HOST:4318/v1/traces, got {endpoint}"

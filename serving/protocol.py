@@ -5,6 +5,7 @@ error in a field is found before any text is tokenized.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
@@ -413,13 +414,15 @@ def seed_of(seed: int | None, choice: int) -> int:
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
-    """The text that requests have in common if they share cached prefixes.
+    """A short text that requests have in common if they share cached prefixes.
 
     extra_key: SGLang's second name for such a text.
     """
     salt, key = cache_salt or "", extra_key or ""
-    # With a length in front, as either may have any character.
-    return f"{len(salt)}:{salt}{key}" if salt or key else ""
+    if not (salt or key):
+        return ""
+    # With a length in front, as either may have any character; hashed, as either may be long.
+    return hashlib.sha256(f"{len(salt)}:{salt}{key}".encode()).hexdigest()
 
 
 def request_id_of(

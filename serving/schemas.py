@@ -74,7 +74,8 @@ def _may_close(node: Schema) -> bool:
         return False
     if not isinstance(fewest, int | float):
         return False
-    if fewest > sum(name in required or _is_plain(one) for name, one in properties.items()):
+    needed = {name for name in required if isinstance(name, str)}
+    if fewest > sum(name in needed or _is_plain(one) for name, one in properties.items()):
         return False
     if node.keys() & {"additionalProperties", "patternProperties", "propertyNames"}:
         return False

@@ -17,8 +17,10 @@ import msgspec
 
 from serving.errors import quoted
 from serving.grammar import (
+    MAX_GBNF_WORK,
     Form,
     Part,
+    gbnf_work,
     grammar_rules,
     json_rules,
     quoted_terminal,
@@ -235,6 +237,7 @@ class _Writer:
                 return self._part(regex_rules(where, pattern), where)
             case Grammar(grammar):
                 where = f"{place}.grammar"
+                self._work(gbnf_work(grammar) * _MAX_WORK // MAX_GBNF_WORK)
                 return self._part(grammar_rules(where, grammar), where)
             case Star(content):
                 return f"({self.then(content, None, f'{place}.content')})*"

@@ -391,6 +391,7 @@ async def test_texts_and_ids_are_translated_as_the_tokenizer_does() -> None:
             ("/detokenize", {}, "tokens"),
             ("/detokenize", {"tokens": [9999]}, "tokens"),
             ("/detokenize", {"tokens": [64] * 5000 + [9999]}, "tokens"),
+            ("/detokenize", {"tokens": [[64] * 600_000] * 2}, "tokens"),
             ("/detokenize", {"tokens": "abc"}, "tokens"),
         ):
             response = await live.post(path, body)

@@ -247,6 +247,7 @@ async def test_options_of_a_schema_are_those_of_its_grammar(texts: Texts) -> Non
         ({"ebnf": 'root ::= start\nstart ::= "x"'}, "Rule 'start' already exists"),
         ({"ebnf": "root ::= " + "(" * 9000}, "ebnf: "),
         ({"ebnf": 'root ::= "' + "a" * 20_000 + '"'}, "at most"),
+        ({"ebnf": 'root ::= "a"\n' + 'a ::= "b"\n' * 1000}, "at most 209 rules in 10013"),
         ({"regex": "a" * 200_000}, "at most"),
         ({"json_schema": "[" * 5000}, "expected a JSON schema"),
         ({"json_schema": '{"const": "\\ud800"}'}, "json_schema: "),

@@ -121,6 +121,7 @@ async def test_an_extra_key_separates_cached_prefixes_as_a_salt_does(read: Read)
     salts = [(await read(**fields)).cache_salt for fields in asked]
     assert salts[0] == ""
     assert len({*salts}) == len(asked)
+    assert len((await read(cache_salt="a" * 1_000_000)).cache_salt) == len(salts[1])
     for nothing in ("", None):
         assert (await read(extra_key=nothing)).cache_salt == ""
 

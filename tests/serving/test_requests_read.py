@@ -76,6 +76,14 @@ async def test_a_request_that_offers_another_protocol_is_served_with_its_body() 
         assert status >= 400
 
 
+async def test_a_field_after_the_body_is_none_of_the_head() -> None:
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    behind = b"0\r\nAuthorization: Bearer secret\r\n\r\n"
+    async with live_server(api_key="secret") as live:
+        ((status, _),) = await answers_to(live, head + behind)
+        assert status == 401
+
+
 @pytest.mark.parametrize(
     ("begun", "filling"),
     [

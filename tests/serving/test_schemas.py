@@ -288,6 +288,10 @@ def test_a_long_pattern_and_a_deep_or_knotted_schema_take_no_time() -> None:
         deep = {"anyOf": [deep]}
     prepare(root := {"properties": {"a": deep}, "minProperties": 1}, lenient=False)
     assert "additionalProperties" not in root
+    many = [f"p{i}" for i in range(20_000)]  # a search of all `required` for each takes seconds
+    wide: dict[str, Any] = {"properties": {n: {} for n in many}, "required": many[::-1]}
+    prepare(wide, lenient=False)
+    assert wide["additionalProperties"] is False
     names = [f"s{i}" for i in range(300)]
     knot = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
     schema = {"$ref": "#/$defs/s0", "$defs": {name: copy.deepcopy(knot) for name in names}}

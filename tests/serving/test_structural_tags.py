@@ -434,6 +434,15 @@ def test_many_ends_of_many_formats_are_too_much(content: Any) -> None:
         structural_tag_form("structural_tag", asked, PLAIN)
 
 
+def test_the_rules_of_all_grammars_count_together() -> None:
+    """Each may have so many, but to convert them takes a tenth of a second."""
+    one = {"type": "grammar", "grammar": 'root ::= "a"\n' + 'b ::= "c"\n' * 300}
+    structural_tag_form("structural_tag", tag_of(one), PLAIN)
+    many = {"type": "sequence", "elements": [one] * 4}
+    with pytest.raises(ApiError, match="structural_tag: it is too long"):
+        structural_tag_form("structural_tag", tag_of(many), PLAIN)
+
+
 def test_much_that_may_be_a_token_is_too_much() -> None:
     texts = Texts(tuple(f"<m{number}>" for number in range(500)))
     for form in (ANY_TEXT | {"excludes": ["<m" * 40_000]}, const("<m" * 40_000)):
