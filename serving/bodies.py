@@ -16,6 +16,7 @@ from transfer.errors import Code
 
 _DISCARDED = 4  # times the largest body: how much of a refused one is read and dropped
 MAX_JSON_PARTS = 1 << 19  # opening brackets, or colons: more than a million tokens of JSON have
+MAX_JSON_COMMAS = 1 << 21  # a number in a list costs less; so many are 16 prompts of 128k tokens
 ALWAYS_BYTES = 1 << 20  # of each body: these have room whatever other bodies hold
 _LEAST_RATE = 32 << 10  # bytes a second; a larger body that came slower would hold room for good
 AT_ONCE = 8  # largest bodies: what all together may hold in memory beyond ALWAYS_BYTES of each
@@ -149,6 +150,9 @@ def _check_parts(body: bytes) -> None:
     brackets, colons = body.count(b"[") + body.count(b"{"), body.count(b":")
     if max(brackets, colons) > MAX_JSON_PARTS:
         message = f"the body has more than {MAX_JSON_PARTS} opening brackets, or colons"
+        raise ApiError(400, message, code="invalid_json")
+    if body.count(b",") > MAX_JSON_COMMAS:
+        message = f"the body has more than {MAX_JSON_COMMAS} commas"
         raise ApiError(400, message, code="invalid_json")
 
 

@@ -22,6 +22,7 @@ from serving.tokenizer import TemplateHabits
 from transfer.errors import RequestError
 
 _INLINE_PARTS = 32  # messages, parts, tools and the like: up to so many need no thread to render
+_INLINE_VALUES = 2048  # all that is in them
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
@@ -187,12 +188,13 @@ async def render_prompt(
     """As `render`, but a long conversation is rendered in a thread, off the event loop.
 
     For each message a template may look at all later ones, as GPT-OSS's does after calls: seconds
-    for a thousand messages. A rendering is stopped after _MAX_RENDER_S, as others wait for the
-    thread. Raises ApiError as `render` does, and 429 when too many wait.
+    for a thousand messages. Some print a tool's properties one by one. A rendering is stopped after
+    _MAX_RENDER_S, as others wait for the thread. Raises ApiError as `render` does, and 429 when too
+    many wait.
     """
     named = fields.tools, fields.documents, fields.chat_template_kwargs
     count = len(messages) + _num_parts(messages) + sum(len(items or ()) for items in named)
-    if count <= _INLINE_PARTS:
+    if count <= _INLINE_PARTS and _has_few_values([messages, *named]):
         return render(model, messages, fields)
     stop = threading.Event()
     rendering = partial(_render_until, stop, model, messages, fields)
@@ -224,6 +226,19 @@ def _num_parts(messages: Sequence[Mapping[str, Any]]) -> int:
     """How many content parts and tool calls the messages have."""
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     return sum(len(items) for items in lists if isinstance(items, list))
+
+
+def _has_few_values(waiting: list[Any]) -> bool:
+    """Whether these lists and objects have few values in all, however deep."""
+    left = _INLINE_VALUES
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list | dict):
+            left -= len(one)
+            if left < 0:
+                return False
+            waiting += one.values() if isinstance(one, dict) else one
+    return True
 
 
 def _check_number(

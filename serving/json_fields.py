@@ -22,6 +22,7 @@ NotServed = Annotated[T | None, _NOT_SERVED]
 # From here on a float may stand for several integers.
 _MAX_EXACT: Final = 1 << 53
 _MAX_ITEMS: Final = 16_384  # of all lists of a body: so many are searched for floats, one by one
+_MAX_VALUES: Final = 1 << 18  # of a field without a type, which are all searched
 _untyped = msgspec.json.Decoder(float_hook=float)  # takes 1e999, for fields that nothing reads
 _FLOAT_FOR_INT = re.compile(r"^Expected `(?:bool \| )?int\b.*, got `float`")
 
@@ -125,10 +126,15 @@ class _Integers:
 
 
 def _check_finite(value: Any, path: str) -> None:
-    """Raises ValidationError for an infinite number anywhere in a JSON value."""
-    waiting = [value]
+    """Raises ValidationError for an infinite number anywhere in a JSON value, or for too many
+    values: they are looked at one by one.
+    """
+    waiting, left = [value], _MAX_VALUES
     while waiting:
         one = waiting.pop()
+        left -= 1
+        if left < len(waiting):
+            raise msgspec.ValidationError(f"More than {_MAX_VALUES} values - at `{path}`")
         if isinstance(one, dict):
             waiting += one.values()
         elif isinstance(one, list):

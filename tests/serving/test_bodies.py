@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving import admin
-from serving.bodies import ALWAYS_BYTES, AT_ONCE, MAX_JSON_PARTS, Bodies, Body
+from serving.bodies import ALWAYS_BYTES, AT_ONCE, MAX_JSON_COMMAS, MAX_JSON_PARTS, Bodies, Body
 from serving.errors import ApiError
 from serving.front import Front
 from tests.serving.live import live_server
@@ -166,16 +166,22 @@ async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(pat
     asked: dict[str, Any] = {"messages": [message], "max_tokens": 1}
     if path == "/generate":
         asked = {"text": "Hi!", "sampling_params": {"max_new_tokens": 1}}
-    for_each = ((b"[", b"[]", b"]"), (b"{", b'"":0', b"}"))
+    parts = f"the body has more than {MAX_JSON_PARTS} opening brackets, or colons", MAX_JSON_PARTS
+    commas = f"the body has more than {MAX_JSON_COMMAS} commas", MAX_JSON_COMMAS
+    for_each = (
+        (b"[", b"[]", b"]", *parts),
+        (b"{", b'"":0', b"}", *parts),
+        (b"[", b"0", b"]", *commas),
+    )
     async with live_server() as live:
-        for (begin, one, end), (count, status) in product(
-            for_each, ((MAX_JSON_PARTS - 100, 200), (MAX_JSON_PARTS, 400))
+        for (begin, one, end, told, most), (fewer, status) in product(
+            for_each, ((100, 200), (0, 400))
         ):
+            count = most - fewer
             many = b'{"somebodys": ' + begin + b",".join([one] * count) + end + b","
             body = many + json.dumps(asked).encode()[1:]
             response = await live.http.post(path, content=body)
             assert response.status_code == status, response.text
-            told = f"the body has more than {MAX_JSON_PARTS} opening brackets, or colons"
             assert (told in response.text) == (status == 400)
 
 

@@ -51,7 +51,11 @@ async def test_who_leaves_makes_room_and_one_too_many_is_a_429(
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert refused.headers["retry-after"] == "1"
-        assert (await live.post(path, _asked("Hi!", 1))).status_code == 200
+        for properties, status in ((100, 200), (5000, 429)):  # each is a value that it may print
+            parameters = {"properties": dict.fromkeys(map(str, range(properties)), True)}
+            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+            asked = _asked("Hi!", 1) | {"tools": [tool]}
+            assert (await live.post(path, asked)).status_code == status
         for task in taken:
             task.cancel()
         await asyncio.wait(taken)
