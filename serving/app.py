@@ -116,7 +116,11 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
     app = _App(
         config.allowed_origins,
         routes=routes,
-        middleware=[Middleware(_ApiKey, front.bodies, config.api_key)] if config.api_key else [],
+        middleware=[
+            Middleware(_ApiKey, front.bodies, config.api_key)
+            if config.api_key
+            else Middleware(_OwnPages, front.bodies, config.allowed_origins)
+        ],
         exception_handlers={**ERROR_ANSWERS, HTTPException: answer_unrouted},
     )
     # Starlette's would name a host and a scheme, which behind a proxy are not those of the client.
@@ -172,6 +176,42 @@ class _ApiKey:
                 await _response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _OwnPages:
+    """Without a key: refuses what a browser sends for a page that --allowed-origins does not name.
+
+    CORS withholds only answers. A page may send a form or a text to any server, and some other
+    server's name may be made to mean this one, which nothing in such a request shows.
+    """
+
+    def __init__(self, app: ASGIApp, bodies: Bodies, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._bodies = bodies
+        self._allowed = {origin.encode() for origin in allowed_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and self._is_strange(scope):
+            message = (
+                "a web page that --allowed-origins does not name may not use this server, "
+                "which has no --api-key"
+            )
+            await self._bodies.skip(scope, receive)
+            error = ApiError(403, message, code="origin_refused")
+            await _response(error, scope)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_strange(self, scope: Scope) -> bool:
+        if b"*" in self._allowed:
+            return False
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is not None:
+            return origin not in self._allowed
+        # A page's image or script has no origin. Following a link is up to who sits there.
+        is_from_elsewhere = headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        return is_from_elsewhere and headers.get(b"sec-fetch-mode") != b"navigate"
 
 
 def _response(error: ApiError, scope: Scope) -> Response:

@@ -49,6 +49,7 @@ _STATUS = {
 # server_error, or api_error in Anthropic's API.
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
@@ -58,6 +59,7 @@ _TYPES = {
 # As Anthropic's API has them.
 _MESSAGES_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",

@@ -87,13 +87,36 @@ async def test_another_page_gets_no_permission_and_is_told_as_by_any_error() -> 
         assert "Origin" in response.headers["vary"]
         assert "access-control-allow-origin" not in response.headers
         response = await live.post("/v1/completions", {"prompt": "Hi!"}, **other)
-        assert response.status_code == 200
+        assert response.status_code == 403
+        assert response.json()["error"]["code"] == "origin_refused"
         assert "access-control-allow-origin" not in response.headers
         for allowed in (PAGE, "http://localhost:3000"):
             response = await live.http.options(
                 "/generate", headers={**PREFLIGHT, "Origin": allowed}
             )
             assert response.headers["access-control-allow-origin"] == allowed
+
+
+@pytest.mark.parametrize("origin", ["https://page.example", "http://127.0.0.1:8000", "null"])
+async def test_a_page_that_nobody_named_has_no_effect_on_a_server_without_a_key(
+    origin: str,
+) -> None:
+    """A text of any kind needs no preflight, and its answer is read by nobody."""
+    plain = {"Origin": origin, "Content-Type": "text/plain"}
+    image = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    own = {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "cors"}
+    async with live_server() as live:
+        for path in ("/v1/completions", "/abort_request", "/flush_cache", "/drain"):
+            response = await live.http.post(path, headers=plain, content=b'{"abort_all": true}')
+            assert response.status_code == 403
+            assert response.json()["error"]["type"] == "permission_error"
+        assert (await live.http.get("/flush_cache", headers=image)).status_code == 403
+        for headers in (link, own, {}):
+            assert (await live.http.get("/v1/models", headers=headers)).status_code == 200
+        assert (await live.http.get("/health", headers=plain)).status_code == 200
+    async with live_server(api_key="secret") as live:  # no page knows it
+        assert (await live.http.get("/v1/models", headers=plain | KEY)).status_code == 200
 
 
 async def test_a_star_allows_every_page() -> None:
@@ -141,9 +164,10 @@ async def test_without_the_flag_there_is_no_middleware(monkeypatch: pytest.Monke
         raise AssertionError("nobody asked for it")
 
     monkeypatch.setattr(Cors, "__init__", never)
-    async with live_server() as live:
-        assert (await live.http.options("/generate", headers=PREFLIGHT)).status_code == 405
-        response = await live.post("/generate", {"text": "Hi!"}, **FROM_PAGE)
+    async with live_server(api_key="secret") as live:
+        headers = PREFLIGHT | KEY
+        assert (await live.http.options("/generate", headers=headers)).status_code == 405
+        response = await live.post("/generate", {"text": "Hi!"}, **KEY, **FROM_PAGE)
         assert response.status_code == 200
         assert not [name for name in response.headers if name.startswith("access-control")]
         assert "vary" not in response.headers
