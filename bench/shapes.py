@@ -307,7 +307,8 @@ def with_codes(shape: Shape, codes: str = "fp8") -> Shape:
 
 def with_bfloat16(shape: Shape) -> Shape:
     """The same shape as a CPU holds it if the checkpoint is in bfloat16."""
-    return replace(shape, name=f"{shape.name}-bfloat16", widened=True)
+    cfg = replace(shape.cfg, torch_dtype="bfloat16")
+    return replace(shape, name=f"{shape.name}-bfloat16", cfg=cfg, widened=True)
 
 
 SHAPES = {

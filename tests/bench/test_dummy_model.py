@@ -7,6 +7,8 @@ import pytest
 from bench.dummy_model import EOS, WRITABLE, flags_of, write_model
 from bench.shapes import SHAPES
 from model.config import ModelConfig
+from model.sharding import Dims
+from model.weights import narrow_parameters
 from serving.tokenizer import Tokenizer
 
 
@@ -42,6 +44,16 @@ def test_codes_are_asked_for_where_the_shape_has_them() -> None:
     coded, plain = (flags_of(SHAPES[f"demo-moe{end}"], Path("f")) for end in ("-fp8", ""))
     assert coded == [*plain, "--quantization", "fp8"]
     assert flags_of(SHAPES["middle-moe-int8"], Path("f"))[-1] == "int8"
+
+
+@pytest.mark.parametrize("name", ["middle", "middle-bfloat16", "middle-moe-bfloat16"])
+def test_a_processor_that_serves_the_folder_holds_the_matrices_as_the_shape_does(
+    name: str, tmp_path: Path
+) -> None:
+    shape = SHAPES[name]
+    write_model(shape, tmp_path)
+    dims = Dims(ModelConfig.from_dir(tmp_path), 1, 1)
+    assert narrow_parameters(tmp_path, dims, dummy=True) == shape.narrow
 
 
 def test_a_shape_of_another_architecture_is_refused_with_those_accepted(tmp_path: Path) -> None:
