@@ -1,4 +1,4 @@
-"""Ends processes of a benchmark: with the one that started them, and in one line on Ctrl-C.
+"""Ends processes of a benchmark: with the one that started them, and in one line on a signal.
 
 It needs the standard library alone, as other projects' interpreters run it too.
 """
@@ -97,8 +97,34 @@ def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
         failed.pop_all()
 
 
+def end_as_ctrl_c_does() -> None:
+    """Have the first SIGTERM or SIGHUP end this process as Ctrl-C does, and ignore later ones.
+
+    Otherwise it would leave folders and processes. `timeout` sends two, and the second would come
+    while what the first interrupted is cleared up.
+    """
+    came = False
+
+    def end(*_: object) -> None:
+        nonlocal came
+        if came:
+            return
+        came = True
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # it waits where Ctrl-C would: see deaf_children
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
 def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
-    """Exit with main's status. Ctrl-C prints one line, after main has ended what it started."""
+    """Exit with main's status. Ctrl-C prints one line, after main has ended what it started.
+
+    SIGTERM and SIGHUP do the same.
+    """
+    end_as_ctrl_c_does()
     try:
         code = main()
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ whose pages do not fit beside the weights are left out.
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
     parser.add_argument("--lifeline", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, even while a program is compiled
         if args.lifeline is not None:
             end_with(args.lifeline)
         return _run_inside(args.only[0], args, Allowance(clock() + args.limit_s, clock))

@@ -8,12 +8,11 @@ import asyncio
 import contextlib
 import random
 import struct
-import subprocess
-from contextlib import ExitStack
+import sys
 
 import uvloop
 
-from bench.endings import deaf_children, words_of
+from bench.endings import child, words_of
 from transfer.clock import SYSTEM_CLOCK
 
 _TOLD = struct.Struct("<d")
@@ -23,12 +22,7 @@ _SETTLE_S = 0.2
 
 def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
     """Seconds from end to end of each message; one message per turn, at random times."""
-    command = words_of(__name__)
-    with ExitStack() as stack:
-        with deaf_children():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.terminate)
+    with child(words_of(__name__)) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         return asyncio.run(_play(port, turns_per_s, seconds, random.Random(seed)))
@@ -69,7 +63,7 @@ async def _read(reader: asyncio.StreamReader, seen_s: list[float]) -> None:
 
 
 async def _relay() -> None:
-    """Print a port, then pass on what tellers write to all followers."""
+    """Print a port, then pass on what tellers write to all followers, until stdin ends."""
     followers: list[asyncio.StreamWriter] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,7 +76,8 @@ async def _relay() -> None:
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+    await asyncio.to_thread(sys.stdin.read)
+    server.close()
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from bench import routing_floor
-from bench.endings import words_of
+from bench.endings import lifeline, words_of
 from bench.report import Report
 from bench.serve import not_ready
 from transfer import wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import SYSTEM_CLOCK
-from transfer.flags import NOTIFY_ENV, TOKEN_ENV
+from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 from transfer.route_feeds import RoutePublisher
 from transfer.routes import RouteTable
 from transfer.rpc import Security
@@ -155,11 +155,11 @@ def _registry(token: str) -> Iterator[str]:
     """
     reading, writing = os.pipe()
     command = [*words_of("serving.launch"), "registry"]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, lifeline() as fd:
         process = subprocess.Popen(
             [*command, "--disaggregation-bootstrap-port=0"],
-            env=os.environ | {TOKEN_ENV: token, NOTIFY_ENV: str(writing)},
-            pass_fds=[writing],
+            env=os.environ | {TOKEN_ENV: token, NOTIFY_ENV: str(writing), LIFELINE_ENV: str(fd)},
+            pass_fds=[writing, fd],
             stderr=log,
         )
         os.close(writing)

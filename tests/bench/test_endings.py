@@ -35,6 +35,56 @@ with lifeline() as fd:
     wait_until(lambda: has_ended(server))
 
 
+@pytest.mark.parametrize(
+    ("code", "started"),
+    [
+        ("from bench.routing_floor import measure; measure(1, 60, 0)", "routing_floor"),
+        (
+            "import asyncio, bench.routing_registry as b; asyncio.run(b._measure(1, 60, 0))",
+            "registry",
+        ),
+    ],
+)
+def test_what_routes_pass_through_dies_with_the_benchmark_that_started_it(code: str, started: str):
+    with subprocess.Popen([sys.executable, "-c", code]) as bench:
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            children = psutil.Process(bench.pid).children()
+            found[:] = [one for one in children if started in " ".join(one.cmdline())]
+            return bool(found)
+
+        wait_until(is_there)
+        bench.kill()
+    wait_until(lambda: all(map(has_ended, found)))
+
+
+@pytest.mark.parametrize("of_ctrl_c", ["default_int_handler", "SIG_IGN"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_end_clears_up_as_after_ctrl_c(
+    number: signal.Signals, of_ctrl_c: str, tmp_path: Path
+):
+    code = f"""
+import signal, tempfile, time
+from bench.endings import exit_with
+signal.signal(signal.SIGINT, signal.{of_ctrl_c})
+def main():
+    with tempfile.TemporaryDirectory():
+        print(flush=True)
+        time.sleep(60)
+exit_with("it", main)
+"""
+    command, environment = [sys.executable, "-c", code], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert list(tmp_path.iterdir())
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, b"it: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_while_a_process_is_started_comes_once_it_is_known():
     """Whichever thread receives it, so masking the signal in one thread would not be enough."""
     known: list[bool] = []

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -55,9 +54,6 @@ def main() -> int:
     if args.network == "namespaces" and max(args.prefill_nnodes, args.decode_nnodes) > 1:
         parser.error("--network namespaces takes workers of one process")  # a cut ends its group
     begun_s = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # they end it as Ctrl-C does, leaving nothing
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
 
     def tell(strike: Strike) -> None:
         at_s = time.monotonic() - begun_s
