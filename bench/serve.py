@@ -166,8 +166,8 @@ def started_server(arguments: list[str], api_key: str = "") -> Iterator[Server]:
     """Run `kvferry up` with these arguments on a free port until the block ends.
 
     api_key: the key that it asks for, whatever key the environment has; empty for none.
-    Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S, and
-    ConfigError when it refuses the arguments, a file or this machine.
+    If it exits before, the end of its log is printed. Raises NoServer with that when it is not
+    ready in START_TIMEOUT_S, and ConfigError when it refuses the arguments, a file or this machine.
     """
     server = replace(free_address(), api_key=api_key)
     command = [*words_of("serving.launch"), "up", *arguments]
@@ -183,7 +183,8 @@ def started_server(arguments: list[str], api_key: str = "") -> Iterator[Server]:
         try:
             if not wait_ready(server, process, START_TIMEOUT_S):
                 raise not_ready(" ".join(command), log, process.poll())
-            yield server
+            with _quoted_if_it_ends(process, log):
+                yield server
         finally:
             process.terminate()
             try:
@@ -191,6 +192,24 @@ def started_server(arguments: list[str], api_key: str = "") -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def _quoted_if_it_ends(process: subprocess.Popen[bytes], log: IO[bytes]) -> Iterator[None]:
+    """Print the end of a server's log if the server ends during the block, but not by Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:  # of which a terminal has told the server, too
+        raise
+    except BaseException:
+        _quote_if_ended(process, log)
+        raise
+    _quote_if_ended(process, log)
+
+
+def _quote_if_ended(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    if (code := process.poll()) is not None:
+        print(f"the server ended (status {code}):\n{_end_of(log)}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -214,10 +233,13 @@ def not_ready(name: str, log: IO[bytes], code: int | None = None) -> NoServer | 
 
     code: the exit status of one of ours that has ended.
     """
-    log.seek(0)
-    tail = log.read()[-2000:].decode(errors="replace")
     kind = ConfigError if code == EXIT_CONFIG else NoServer
-    return kind(f"{name} did not become ready:\n{tail}")
+    return kind(f"{name} did not become ready:\n{_end_of(log)}")
+
+
+def _end_of(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read()[-2000:].decode(errors="replace")
 
 
 def wait_ready(server: Server, process: subprocess.Popen[bytes], timeout_s: float) -> bool:

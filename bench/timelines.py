@@ -17,15 +17,24 @@ _TIMEOUT_S = 10.0
 async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[Any]:
     """Timelines of these requests, if the server keeps timelines and still has them.
 
-    They are whatever the server answered: `report_timelines` leaves out what it cannot read.
+    Once one does not come in time, no more are asked for: a server that hangs would take that time
+    for each of them. They are whatever the server answered: `report_timelines` leaves out what it
+    cannot read.
     """
     limit = asyncio.Semaphore(_AT_ONCE)
+    hangs = False
 
     async def one(request_id: str) -> Any:
+        nonlocal hangs
         async with limit:
+            if hangs:
+                return None
             path = f"/requests/{quote(request_id, safe='', errors='replace')}/timeline"
             try:
                 status, body = await get_json(server, path, _TIMEOUT_S)
+            except TimeoutError:
+                hangs = True
+                return None
             except OSError:
                 return None
         return body if status == 200 else None

@@ -5,13 +5,14 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
-from bench import serve
+from bench import serve, timelines
 from bench.arguments import API_KEY_ENV
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
@@ -319,6 +320,28 @@ def test_a_server_that_was_started_has_the_key_that_the_load_sends(
         assert server.api_key == key
 
 
+def test_a_server_that_ends_during_the_load_has_the_last_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dies = "import sys; print('out of luck', flush=True); sys.exit(7)"
+    monkeypatch.setattr(serve, "words_of", lambda _: [sys.executable, "-c", dies])
+    running: list[subprocess.Popen[bytes]] = []
+
+    def ready(_: Server, process: subprocess.Popen[bytes], __: float) -> bool:
+        running.append(process)
+        return True
+
+    monkeypatch.setattr(serve, "wait_ready", ready)
+    for error in (None, ValueError(), KeyboardInterrupt()):
+        with contextlib.suppress(ValueError, KeyboardInterrupt), serve.started_server([]):
+            running[-1].wait()
+            if error is not None:
+                raise error
+        is_told = not isinstance(error, KeyboardInterrupt)
+        told = "the server ended (status 7):\nout of luck\n\n"
+        assert capsys.readouterr().err == told * is_told
+
+
 def test_only_plain_http_addresses_are_taken():
     assert parse_url("http://localhost:8000", "k") == Server("localhost", 8000, "k")
     assert parse_url("http://localhost/", "") == Server("localhost", 80)
@@ -370,6 +393,19 @@ def test_timelines_say_what_grant_and_transfer_add_to_the_first_token():
     ]
     report_timelines(report, "case", [], {})
     assert len(report.rows) == 5
+
+
+async def test_a_server_that_hangs_is_not_asked_for_every_timeline(monkeypatch):
+    monkeypatch.setattr(timelines, "_TIMEOUT_S", 0.1)
+    asked: list[asyncio.StreamWriter] = []
+    answer = await asyncio.start_server(lambda _, writer: asked.append(writer), "127.0.0.1", 0)
+    async with answer:
+        server = Server("127.0.0.1", answer.sockets[0].getsockname()[1])
+        found = await read_timelines(server, [*map(str, range(100))])
+        for writer in asked:
+            writer.close()
+    assert not found
+    assert len(asked) <= timelines._AT_ONCE
 
 
 async def test_a_server_without_timelines_gives_no_rows():
