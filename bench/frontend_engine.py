@@ -135,7 +135,6 @@ class Workers:
         self._prefill = Worker("prefill", self)
         self._decode = Worker("decode", self)
         self._leases: list[asyncio.Task[None]] = []
-        self._api_id = ""
         self._round: Round | None = None
 
     async def start(self) -> dict[str, Any]:
@@ -148,7 +147,8 @@ class Workers:
 
     def begin(self, cell: Cell) -> Round:
         self._round = Round(cell)
-        self._streams = np.arange(cell.num_streams)
+        self._api_ids = np.full(cell.num_streams, "", object)
+        self._streams: dict[str, np.ndarray] = {}  # by the API process that asked for them
         return self._round
 
     def submitted(self, role: wire.Role, submits: Sequence[wire.Submit]) -> None:
@@ -159,7 +159,7 @@ class Workers:
         rooms = [submit.room for submit in submits]
         api_id = submits[0].api_id
         if role == "decode":
-            self._api_id = api_id
+            self._api_ids[streams] = api_id
             current.rooms[streams] = rooms
             current.ready(len(streams))
             return
@@ -172,11 +172,15 @@ class Workers:
 
     def emit(self, token_idx: int) -> None:
         assert self._round is not None, "a step outside of a round"
-        rows = self._rows(self._streams, self._round.rooms, token_idx)
-        self._decode.emitter.rows(self._api_id, rows)
+        if not self._streams:  # the first step: all were asked for
+            ids = set(self._api_ids.tolist())
+            self._streams = {api_id: np.flatnonzero(self._api_ids == api_id) for api_id in ids}
+        for api_id, streams in self._streams.items():
+            rows = self._rows(streams, self._round.rooms[streams], token_idx)
+            self._decode.emitter.rows(api_id, rows)
         self._decode.send()
         if token_idx == self._round.cell.output_tokens - 1:
-            self._decode.over(rows.rooms.tolist())
+            self._decode.over(self._round.rooms.tolist())
 
     def _rows(self, streams: np.ndarray, rooms: np.ndarray, token_idx: int) -> Rows:
         assert self._round is not None, "rows outside of a round"

@@ -17,10 +17,13 @@ import pytest
 
 from bench.client import Server
 from bench.frontend_client import BadStream, Heard, LoadClient, Reads
+from bench.frontend_engine import Workers
 from bench.frontend_floor import Spelling, native_round
-from bench.frontend_plan import Cell, Dialect, pieces_of, text_of, tokens_of
+from bench.frontend_plan import Cell, Dialect, pieces_of, request_id, text_of, tokens_of
 from bench.frontend_processes import Child, Load, Target, cpu_s
 from serving.demo import demo_model_path
+from transfer import wire
+from transfer.rpc import Security
 
 TEXTS = [" boat", " page", "other", "house", " tide"]
 NUM_TOKENS = 12
@@ -70,6 +73,23 @@ def test_the_native_floor_knows_one_interval():
 def test_the_first_token_is_a_piece_and_then_every_interval():
     assert [pieces_of(n, 1) for n in range(4)] == [0, 1, 2, 3]
     assert [pieces_of(n, 8) for n in (0, 1, 8, 9, 16, 17, 128)] == [0, 1, 1, 2, 2, 3, 16]
+
+
+def test_each_api_process_has_the_tokens_of_its_own_streams(monkeypatch):
+    asked = [("a", 0, 10), ("b", 1, 11), ("a", 2, 12)]
+    workers = Workers(Security("token"), range(100, 150))
+    workers.begin(Cell(num_streams=3, output_tokens=2, interval=1))
+    for api_id, stream, room in asked:
+        submit = SimpleNamespace(api_id=api_id, request_id=request_id(stream), room=room)
+        workers.submitted("decode", [cast(wire.Submit, submit)])
+    sent: dict[str, wire.StepBatch] = {}
+    decode = workers._decode
+    monkeypatch.setattr(decode, "send", lambda: sent.update(decode.emitter.take(0.0)))
+    workers.emit(1)
+    rooms = {api_id: wire.unpack_i64(batch.rooms).tolist() for api_id, batch in sent.items()}
+    ids = {api_id: wire.unpack_i32(batch.token_ids).tolist() for api_id, batch in sent.items()}
+    assert rooms == {"a": [10, 12], "b": [11]}
+    assert ids == {"a": [101, 103], "b": [102]}
 
 
 def test_neighbouring_streams_and_tokens_differ():
