@@ -426,6 +426,13 @@ def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
         ),
         _line("pages of a prompt", f"{sent / 1e6:,.1f} MB, {sent_ms:,.2f} ms"),
     ]
+    num_steps = plan.output_tokens - 1  # prefill draws the first token
+    if not num_steps:
+        return [
+            *lines,
+            _line("workers that keep up", "prefill alone, as decode only receives"),
+            _line("requests that these serve", f"{taken:,.1f} /s for each prefill worker"),
+        ]
     context = plan.input_tokens + plan.output_tokens // 2
     slots = min(decode.requests(plan.request_tokens), plan.slots(decode.config.dp_size))
     for count in [*(x for x in STEPS if x < slots), slots]:
@@ -433,7 +440,7 @@ def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
         drawn = count * decode.config.dp_size / step_s
         told = f"{1e3 * step_s:,.2f} ms, {drawn:,.0f} tokens/s"
         lines.append(_line(f"step of {count} slot(s)", told))
-    ended = drawn / plan.output_tokens
+    ended = drawn / num_steps
     one, other = (1.0, taken / ended) if taken > ended else (ended / taken, 1.0)
     return [
         *lines,

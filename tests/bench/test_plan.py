@@ -267,13 +267,24 @@ def test_the_number_of_workers_follows_from_the_slower_role() -> None:
     prefill, decode = (plan_group(cfg, GroupConfig(dtype="bfloat16"), 139.0) for _ in range(2))
     lines = report(PLAN, prefill, decode)
     taken = 8 / prefill.chunk_s(1024, 8, H200)
-    ended = 256 / decode.step_s(256, 1152, H200) / 256
+    ended = 256 / decode.step_s(256, 1152, H200) / 255
     assert f"1.0 prefill, {taken / ended:.1f} decode" in lines[-2]
     assert f"{taken:,.1f} /s" in lines[-1]
     longer = report(
         dataclasses.replace(PLAN, input_tokens=16384, output_tokens=16), prefill, decode
     )
     assert "prefill, 1.0 decode" in longer[-2]
+
+
+def test_decode_draws_all_tokens_of_an_answer_but_the_first() -> None:
+    group = plan_group(QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16"), 139.0)
+    told = report(dataclasses.replace(PLAN, input_tokens=64, output_tokens=2), group, group)
+    taken, ended = 8 / group.chunk_s(64, 8, H200), 256 / group.step_s(256, 65, H200)
+    assert f"{ended / taken:.1f} prefill, 1.0 decode" in told[-2]
+    told = report(dataclasses.replace(PLAN, output_tokens=1), group, group)
+    taken = 8 / group.chunk_s(1024, 8, H200)
+    assert told[-2].endswith("prefill alone, as decode only receives")
+    assert told[-1].endswith(f"{taken:,.1f} /s for each prefill worker")
 
 
 @pytest.mark.parametrize("most", [PrefillConfig.max_seqs_per_chunk, 16])
