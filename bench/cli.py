@@ -4,9 +4,10 @@ jax is imported only by the benchmarks that need it, so that the load client sta
 """
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -253,44 +254,62 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what the arguments of `add_subcommands` chose; returns the exit status."""
     try:
-        if args.bench_command == "compare":
-            return _compare(args)
-        if args.bench_command == "plot":
-            from bench.plot_frontend import draw
-
-            draw(read_rows(args.rows), args.out)
-            return 0
-        needs_jax = args.bench_command == "kernels"
-        if needs_jax:  # as many as a worker would take
-            take_threads(0, SHAPES[args.shape].cfg.hidden_size)
-        report = Report(
-            args.bench_command, describe(needs_jax), getattr(args, "seed", 0), args.json
-        )
-        if args.bench_command == "kernels":
-            from bench import kernels
-
-            kernels.run(report, SHAPES[args.shape], args.only or KERNEL_PARTS, args.budget_s)
-            return 0
-        if args.bench_command == "transfer":
-            from bench import transfer
-
-            names, backends = args.only or transfer.WORKLOADS, args.backend or transfer.BACKENDS
-            transfer.run(report, [*names], args.budget_s, backends, args.rounds)
-            return 0
-        if args.bench_command == "frontend":
-            from bench import frontend
-
-            return frontend.run(args, report)
-        if args.bench_command == "routing":
-            return _routing(args, report)
-        from bench import serve
-
-        return serve.run(args, report)
+        return _run(args)
     except (ValueError, OSError, RuntimeError, ConfigError) as error:
-        if args.bench_command == "kernels" and not isinstance(error, BadRows | OSError):
+        named = isinstance(error, BadRows | OSError | ConfigError)
+        if args.bench_command == "kernels" and not named:
             raise  # an error of the device needs its traceback
         print(f"kvferry bench {args.bench_command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError) else 2
+        if isinstance(error, BrokenPipeError):
+            _let_go(sys.stdout)
+        return 2 if isinstance(error, ValueError | ConfigError) else 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    """As `run`, but raises. Errors of arguments are ValueError and ConfigError."""
+    if args.bench_command == "compare":
+        return _compare(args)
+    if args.bench_command == "plot":
+        from bench.plot_frontend import draw
+
+        with _named_by_an_argument():
+            draw(read_rows(args.rows), args.out)
+        return 0
+    needs_jax = args.bench_command == "kernels"
+    if needs_jax:  # as many as a worker would take
+        take_threads(0, SHAPES[args.shape].cfg.hidden_size)
+    surroundings = describe(needs_jax)
+    with _named_by_an_argument():
+        report = Report(args.bench_command, surroundings, getattr(args, "seed", 0), args.json)
+    if args.bench_command == "kernels":
+        from bench import kernels
+
+        kernels.run(report, SHAPES[args.shape], args.only or KERNEL_PARTS, args.budget_s)
+        return 0
+    if args.bench_command == "transfer":
+        from bench import transfer
+
+        names, backends = args.only or transfer.WORKLOADS, args.backend or transfer.BACKENDS
+        transfer.run(report, [*names], args.budget_s, backends, args.rounds)
+        return 0
+    if args.bench_command == "frontend":
+        from bench import frontend
+
+        return frontend.run(args, report)
+    if args.bench_command == "routing":
+        return _routing(args, report)
+    from bench import serve
+
+    return serve.run(args, report)
+
+
+@contextlib.contextmanager
+def _named_by_an_argument() -> Iterator[None]:
+    """Have a file that cannot be opened count as an argument that cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _routing(args: argparse.Namespace, report: Report) -> int:
@@ -321,13 +340,22 @@ def _show(text: str, stream: TextIO) -> None:
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        with Path(os.devnull).open("wb") as nowhere:  # the interpreter flushes the stream again
+        _let_go(stream)
+
+
+def _let_go(stream: TextIO) -> None:
+    """If nobody reads a stream any more, write to nowhere: the interpreter flushes it at exit."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _some_rows(path: Path) -> list[Row]:
     """The rows of a file. Raises BadRows if it has none: an empty comparison would always pass."""
-    rows = read_rows(path)
+    with _named_by_an_argument():
+        rows = read_rows(path)
     if not rows:
         raise BadRows(f"{path} has no rows")
     return rows

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -143,12 +144,13 @@ def _request(connection: socket.socket, payload: bytes | memoryview) -> None:
 def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
     """GB a second of `num` threads. work(idx, counts) runs in each and appends the bytes moved."""
     counts: list[list[int]] = [[] for _ in range(num)]
-    threads = [threading.Thread(target=work, args=(idx, counts[idx])) for idx in range(num)]
+    pool = ThreadPoolExecutor(num)
     start_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for done in [pool.submit(work, idx, counts[idx]) for idx in range(num)]:
+            done.result()  # raises what the thread raised
+    finally:
+        pool.shutdown(wait=False)  # after an error, the caller closes what the others wait for
     return sum(map(sum, counts)) / (time.perf_counter() - start_s) / 1e9
 
 
@@ -160,11 +162,17 @@ def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[
         asked, told = process.stdin, process.stdout
         assert asked is not None
         assert told is not None
-        port = int(told.readline())
+
+        def heard() -> str:
+            if not (line := told.readline()):
+                raise ConnectionError("the receiving process ended early")
+            return line
+
+        port = int(heard())
 
         def cpu_s() -> float:
             print(file=asked, flush=True)
-            return float(told.readline())
+            return float(heard())
 
         found = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))

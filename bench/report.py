@@ -94,7 +94,7 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows of one benchmark as they come: appended to the file at once, printed as a table."""
+    """Rows of one benchmark as they come: printed as a table, appended to the file at once."""
 
     bench: str
     surroundings: Surroundings
@@ -118,7 +118,11 @@ class Report:
         *,
         shapes: dict[str, Any],
     ) -> Row:
-        """Record, store and print one row. A run that is killed keeps what it has measured."""
+        """Record, print and store one row. A run that is killed keeps what it has measured.
+
+        Where one of the two cannot be done, because a disk is full or a reader has left, the other
+        is done all the same.
+        """
         row = Row(
             bench=self.bench,
             case=case,
@@ -134,12 +138,14 @@ class Report:
             ratio=float(value) / float(baseline) if baseline else None,
         )
         self.rows.append(row)
-        if self.json_path is not None:
-            with self.json_path.open("a", encoding="utf-8") as file:
-                file.write(row.to_json() + "\n")
-        if len(self.rows) == 1:
-            print(HEADER, file=self.out)
-        print(format_row(row), file=self.out, flush=True)
+        try:
+            if len(self.rows) == 1:
+                print(HEADER, file=self.out)
+            print(format_row(row), file=self.out, flush=True)
+        finally:
+            if self.json_path is not None:
+                with self.json_path.open("a", encoding="utf-8") as file:
+                    file.write(row.to_json() + "\n")
         return row
 
 

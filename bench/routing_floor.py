@@ -24,8 +24,9 @@ def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
     """Seconds from end to end of each message; one message per turn, at random times."""
     with child(words_of(__name__)) as process:
         assert process.stdout is not None
-        port = int(process.stdout.readline())
-        return asyncio.run(_play(port, turns_per_s, seconds, random.Random(seed)))
+        if not (port := process.stdout.readline()):
+            raise RuntimeError("the relay ended early")
+        return asyncio.run(_play(int(port), turns_per_s, seconds, random.Random(seed)))
 
 
 async def _play(port: int, turns_per_s: float, seconds: float, rng: random.Random) -> list[float]:

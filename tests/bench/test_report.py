@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -48,6 +49,47 @@ def test_rows_are_on_disk_before_the_next_is_measured(tmp_path):
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         Report("kernels", HERE, 0, tmp_path / "nowhere" / "rows.jsonl", io.StringIO())
+
+
+def test_a_row_that_cannot_be_stored_is_printed_and_the_other_way_round(tmp_path):
+    out = io.StringIO()
+    report = Report("kernels", HERE, 0, Path("/dev/full"), out)
+    with pytest.raises(OSError, match="No space left"):
+        report.add("a", "time", 1.0, "ms", shapes={})
+    assert "1.000 ms" in out.getvalue()
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        report = Report("kernels", HERE, 0, tmp_path / "rows.jsonl", gone)
+        with pytest.raises(BrokenPipeError):
+            report.add("a", "time", 1.0, "ms", shapes={})
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, gone.fileno())
+        os.close(nowhere)
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 1
+
+
+_QUICK = ["routing", "--only=constant", "--num-requests=20", "--seeds=1"]
+
+
+def test_a_file_that_cannot_be_opened_is_a_wrong_argument_and_a_full_disk_is_not(tmp_path, capsys):
+    assert main([*_QUICK, f"--json={tmp_path}/nowhere/rows.jsonl"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert main([*_QUICK, "--json=/dev/full"]) == 1
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2
+    assert said.err == "kvferry bench routing: [Errno 28] No space left on device\n"
+
+
+def test_a_benchmark_whose_reader_leaves_has_failed_in_a_line():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as gone:
+        command = [sys.executable, "-m", "bench", *_QUICK]
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, check=False)
+    expected = b"kvferry bench routing: [Errno 32] Broken pipe\n"
+    assert (done.returncode, done.stderr) == (1, expected)
 
 
 def test_what_two_runs_were_not_alike_in_is_said():

@@ -8,6 +8,7 @@ from subprocess import PIPE
 
 import pytest
 
+from bench import host_limits
 from bench.cli import main
 from bench.host_limits import (
     HEADER,
@@ -95,6 +96,17 @@ def test_a_measurement_stands_beside_its_baseline():
     assert [row.metric for row in ours] == ["shm p50", "tcp p50"]
     assert all(row.baseline == raw.value for row in ours)
     assert all(row.shapes["page_bytes"] == 4096 for row in ours)
+
+
+def test_a_receiving_process_that_dies_is_an_error_of_the_measurement(monkeypatch):
+    def hung_up(idx: int, counts: list[int]) -> None:
+        raise ConnectionResetError(idx)
+
+    with pytest.raises(ConnectionResetError):
+        host_limits._threads_gb_s(2, hung_up)
+    monkeypatch.setattr(host_limits, "words_of", lambda _: [sys.executable, "-c", ""])
+    with pytest.raises(ConnectionError, match="the receiving process ended early"):
+        host_limits.tcp_limits(1, 1, 0.001)
 
 
 def test_an_unknown_workload_is_refused():
