@@ -342,7 +342,10 @@ def load(
     name_devices(report, server)
     if warm_up:
         first = plan_warm_up(config, warm_up)
-        asyncio.run(run_workload(server, model, first, config, timeout_s))
+        warming, _ = asyncio.run(run_workload(server, model, first, config, timeout_s))
+        if errors := [trace.error or "no token came" for trace in warming if not trace.ok]:
+            failed = f"{len(errors)} of {warm_up} warm-up requests failed"
+            print(f"{failed}: {errors[0]}", file=sys.stderr)
     planned = plan_requests(config)
     traces, taken_s = asyncio.run(run_workload(server, model, planned, config, timeout_s))
     said = {"slo": asdict(slo), "model": model, "server": server_said, "warm_up": warm_up}

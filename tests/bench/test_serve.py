@@ -232,6 +232,15 @@ async def test_a_load_warms_up_with_prompts_that_it_does_not_measure():
     assert {row.device for row in report.rows} == {"1 x NVIDIA H200"}
 
 
+async def test_requests_of_the_warm_up_that_fail_are_told(capsys):
+    config = WorkloadConfig(num_requests=1, input_tokens=4, output_tokens=4)
+    report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
+    async with server_of(FRAMES, paths={"/v1/models": {"data": [{"id": "m"}]}}) as server:
+        await asyncio.to_thread(load, report, server, "case", config, Slo(), 10.0, 2)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == "2 of 2 warm-up requests failed: 3 tokens came, 4 were asked"
+
+
 async def test_rows_of_a_server_that_tells_nothing_do_not_name_the_clients_processor():
     config = WorkloadConfig(num_requests=1, input_tokens=4, output_tokens=3)
     report = Report("serve", Surroundings("c", "2 x processor", {}), out=io.StringIO())
