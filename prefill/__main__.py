@@ -19,8 +19,7 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
     config = flags.config_from(PrefillConfig, args)
-    security = flags.security_from(args)
-    security.check_reached(config.reached_by)
+    security = flags.security_from(args).reached_by(config.reached_by)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     rest_while_starting()
     from prefill.node import PrefillNode

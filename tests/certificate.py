@@ -8,11 +8,13 @@ import pytest
 
 from transfer.rpc import Security
 
+NAMES = "DNS:localhost,IP:127.0.0.1"
 
-def made_security(token: str, folder: Path, *more: str) -> Security:
+
+def made_security(token: str, folder: Path, *more: str, names: str = NAMES) -> Security:
     """The certificate covers localhost and 127.0.0.1; without openssl the test is skipped.
 
-    more: further words for `openssl req`.
+    more: further words for `openssl req`. names: that it covers instead.
     """
     openssl = shutil.which("openssl")
     if openssl is None:
@@ -20,7 +22,7 @@ def made_security(token: str, folder: Path, *more: str) -> Security:
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += ["-addext", f"subjectAltName={names}"]
     command += ["-keyout", str(key), "-out", str(cert), *more]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return Security(token, cert, cert, key)

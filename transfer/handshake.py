@@ -8,7 +8,6 @@ from hashlib import sha256
 
 from transfer import wire
 from transfer.backend import Frame, Kind, Source
-from transfer.certificates import Certificate
 from transfer.errors import BadMessage, ConfigError, Unauthenticated
 from transfer.framing import Connection
 from transfer.numbers import Count
@@ -113,6 +112,5 @@ def client_context(security: Security) -> ssl.SSLContext | None:
 
 def server_context(security: Security) -> ssl.SSLContext | None:
     """The receiver's TLS context; None when the cluster does without. Raises ConfigError."""
-    if security.cert_file is None or security.key_file is None:
-        return None
-    return Certificate(security.cert_file, security.key_file).ssl_context()
+    certificate = security.certificate()
+    return None if certificate is None else certificate.ssl_context()

@@ -14,7 +14,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import grpc.aio
 import msgspec
 
 from transfer import open_files, ports, wire
-from transfer.certificates import Certificate, check_shown, read_pem
+from transfer.certificates import Certificate, check_reached, read_pem
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.complaint import Tally
 from transfer.errors import (
@@ -87,24 +87,23 @@ class Security:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+    hosts: tuple[str, ...] = ()  # by which peers reach this process, as far as it knows
 
-    def server_credentials(self) -> grpc.ServerCredentials | None:
+    def certificate(self) -> Certificate | None:
+        """What a server of this process shows; None without TLS. Raises ConfigError."""
         if self.cert_file is None or self.key_file is None:
             return None
-        return Certificate(self.cert_file, self.key_file).grpc_credentials()
+        return Certificate(self.cert_file, self.key_file, self.hosts)
 
-    def check_reached(self, hosts: Mapping[str, str]) -> None:
-        """Raise ConfigError unless the certificate, if there is one, names every host.
+    def reached_by(self, hosts: Mapping[str, str]) -> "Security":
+        """The same, with a certificate that names every host, now and after each renewal.
 
-        hosts: by flag, the hosts by which peers reach this process.
+        hosts: by flag, the hosts by which peers reach this process. Raises ConfigError if the
+        certificate does not name them.
         """
-        if self.cert_file is None or self.key_file is None:
-            return
-        for flag, host in hosts.items():
-            try:
-                check_shown(self.cert_file, self.key_file, host)
-            except ConfigError as error:
-                raise ConfigError(f"{flag} {host} is how peers reach us, and {error}") from error
+        if self.cert_file is not None and self.key_file is not None:
+            check_reached(self.cert_file, self.key_file, hosts)
+        return replace(self, hosts=tuple(hosts.values()))
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         if self.ca_file is None:
@@ -236,12 +235,12 @@ class RpcServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )
-        credentials = self._security.server_credentials()
+        certificate = self._security.certificate()
         try:
-            if credentials is None:
+            if certificate is None:
                 bound = server.add_insecure_port(address)
             else:
-                bound = server.add_secure_port(address, credentials)
+                bound = server.add_secure_port(address, certificate.grpc_credentials())
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address}: in use or not an address of this host; "

@@ -371,8 +371,7 @@ def security(*argv: str) -> Security:
 
 
 def test_certificates_are_handed_on_to_children() -> None:
-    files = {"ca_file": Path("a b"), "cert_file": Path("c"), "key_file": Path("d")}
-    argv = flags.tls_argv_of(Security("t", **files))
+    argv = flags.tls_argv_of(Security("t", Path("a b"), Path("c"), Path("d")))
     assert argv == ["--tls-ca-file=a b", "--tls-cert-file=c", "--tls-key-file=d"]
     assert flags.tls_argv_of(Security("t")) == []
 

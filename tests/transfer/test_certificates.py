@@ -1,12 +1,14 @@
 """After a certificate is renewed on disk, new connections see it, on both planes."""
 
 import asyncio
+import contextlib
 import os
 import pty
 import shutil
 import ssl
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,13 @@ from tests.certificate import made_security
 from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.children import ROOT
 from tests.transfer.samples import logical_pages
-from transfer import wire
+from transfer import certificates, wire
 from transfer.certificates import Certificate
+from transfer.clock import SYSTEM_CLOCK, ManualClock
 from transfer.errors import ConfigError
 from transfer.handshake import parse_address
+from transfer.route_feeds import RouteFeeds
+from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, RpcServer, Security
 
 
@@ -112,6 +117,80 @@ async def test_control_servers_show_the_renewed_certificate(
         await server.stop()
 
 
+@contextlib.asynccontextmanager
+async def a_port_for(what: str, security: Security) -> AsyncIterator[int]:
+    """The port of a server for `what` that shows the certificate."""
+    async with contextlib.AsyncExitStack() as stack:
+        match what:
+            case "pages":
+                ends = TcpEnds(sender_security=security, receiver_security=security)
+                stack.callback(ends.close)
+                yield parse_address(ends.address)[1]
+            case "routes":
+                feeds = RouteFeeds(RouteTable(), security, SYSTEM_CLOCK, lambda *_: False)
+                stack.push_async_callback(feeds.stop)
+                yield await feeds.start("127.0.0.1", 0)
+            case _:
+                server = RpcServer(security)
+                stack.push_async_callback(server.stop, 0.0)
+                yield await server.start("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("flaw", ["no name of ours", "not for servers"])
+@pytest.mark.parametrize("what", ["pages", "routes", "calls"])
+async def test_a_new_certificate_that_peers_would_not_take_is_told_of_and_the_old_one_serves_on(
+    what: str,
+    flaw: str,
+    old_and_new: tuple[Security, Security],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old, new = old_and_new
+    if flaw == "no name of ours":
+        old = old.reached_by({"--host": "127.0.0.1"})
+        wrong = made_security(old.token, tmp_path, names="DNS:localhost,IP:127.0.0.2")
+    else:
+        wrong = made_security(old.token, tmp_path, "-addext", "extendedKeyUsage=clientAuth")
+    before = pem(old.cert_file)
+    async with a_port_for(what, old) as port:
+        address = ("127.0.0.1", port)
+        assert await asyncio.to_thread(shown_at, address) == before
+        replace(old, wrong)
+        for _ in range(2):
+            assert await asyncio.to_thread(shown_at, address) == before
+        told = f"the certificate was not renewed: peers would not take {old.cert_file}: "
+        assert caplog.text.count(told) == 1
+        replace(old, new)
+        assert await asyncio.to_thread(shown_at, address) == pem(new.cert_file)
+
+
+@pytest.mark.parametrize("what", ["pages", "calls"])
+async def test_a_new_certificate_that_could_not_be_used_is_tried_again_later(
+    what: str, old_and_new: tuple[Security, Security], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not be valid yet where the clock of its issuer is ahead: no file changes then."""
+    clock = ManualClock()
+    monkeypatch.setattr(certificates, "SYSTEM_CLOCK", clock)
+    old, new = old_and_new
+    before = pem(old.cert_file)
+    async with a_port_for(what, old) as port:
+        address = ("127.0.0.1", port)
+        replace(old, new)
+        assert old.key_file is not None
+        stamp = old.key_file.stat()
+        kept = old.key_file.read_bytes()
+        old.key_file.write_text("no key")
+        stamps = (stamp.st_atime_ns, stamp.st_mtime_ns)
+        os.utime(old.key_file, ns=stamps)
+        assert await asyncio.to_thread(shown_at, address) == before
+        old.key_file.write_bytes(kept)
+        os.utime(old.key_file, ns=stamps)
+        clock.advance(9.0)
+        assert await asyncio.to_thread(shown_at, address) == before
+        clock.advance(1.0)
+        assert await asyncio.to_thread(shown_at, address) == pem(new.cert_file)
+
+
 def test_a_pair_that_does_not_fit_is_refused_at_the_start(
     old_and_new: tuple[Security, Security],
 ) -> None:
@@ -155,11 +234,11 @@ def test_an_encrypted_key_is_told_of_and_nobody_is_asked_for_its_password(tmp_pa
 
 def test_a_certificate_is_asked_for_the_hosts_that_peers_reach_it_by(tmp_path: Path) -> None:
     ours = made_security("token-of-the-tests", tmp_path)
-    ours.check_reached({"--host": "127.0.0.1", "--data-host": "localhost"})
-    Security(ours.token).check_reached({"--host": "anywhere"})
+    ours.reached_by({"--host": "127.0.0.1", "--data-host": "localhost"})
+    Security(ours.token).reached_by({"--host": "anywhere"})
     for host in ("127.0.0.2", "::1", "worker.example", ".no-name"):
         with pytest.raises(ConfigError, match=rf"--host {host} is how .*{ours.cert_file}: "):
-            ours.check_reached({"--host": host})
+            ours.reached_by({"--host": host})
 
 
 def test_who_issued_a_certificate_is_for_peers_to_ask(
@@ -167,4 +246,4 @@ def test_who_issued_a_certificate_is_for_peers_to_ask(
 ) -> None:
     old, new = old_and_new
     other_ca = Security(old.token, new.ca_file, old.cert_file, old.key_file)
-    other_ca.check_reached({"--host": "localhost"})
+    other_ca.reached_by({"--host": "localhost"})
