@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pty
 import shutil
@@ -57,6 +58,10 @@ def replace(old: Security, new: Security) -> None:
         fresh.rename(there)
 
 
+async def state(_: wire.Empty) -> wire.Empty:
+    return wire.Empty()
+
+
 def pem(path: Path | None) -> str:
     assert path is not None
     return path.read_text()
@@ -87,16 +92,48 @@ def test_connections_for_pages_show_the_renewed_certificate(
         ends.close()
 
 
+@pytest.mark.parametrize("flaw", ["no key identifiers", "an issuer that the CA file lacks"])
+async def test_calls_and_pages_accept_the_same_certificates_whatever_python_asks_by_default(
+    flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_context = ssl.create_default_context
+
+    def strict_context(cafile: str) -> ssl.SSLContext:
+        context = made_context(cafile=cafile)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python does from 3.13 on
+        return context
+
+    folder = tmp_path / "issuer"
+    folder.mkdir()
+    issuer = made_security("token-of-the-tests", folder, "-subj", "/CN=issuer")
+    words = ["-CA", str(issuer.cert_file), "-CAkey", str(issuer.key_file)]
+    if flaw == "no key identifiers":
+        monkeypatch.setattr(ssl, "create_default_context", strict_context)
+        words += ["-addext", "authorityKeyIdentifier=none", "-addext", "subjectKeyIdentifier=none"]
+    security = made_security("token-of-the-tests", tmp_path, *words)
+    if flaw == "no key identifiers":
+        security = dataclasses.replace(security, ca_file=issuer.cert_file)
+    server = RpcServer(security)
+    server.unary("State", wire.Empty, state)
+    client = RpcClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", security)
+    ends = TcpEnds(sender_security=security, receiver_security=security)
+    try:
+        await client.call("State", wire.Empty(), wire.Empty, 20.0)
+        ends.receiver.expect(1, 1, 2)
+        ends.send_room(1, logical_pages(2))
+        ends.until(lambda: bool(ends.diary.finished))
+    finally:
+        ends.close()
+        await client.close()
+        await server.stop(0.0)
+
+
 async def test_control_servers_show_the_renewed_certificate(
     old_and_new: tuple[Security, Security],
 ) -> None:
     old, new = old_and_new
     before = pem(old.cert_file)
     server = RpcServer(old)
-
-    async def state(_: wire.Empty) -> wire.Empty:
-        return wire.Empty()
-
     server.unary("State", wire.Empty, state)
     port = await server.start("127.0.0.1", 0)
     client = RpcClient(f"127.0.0.1:{port}", old)
