@@ -3,18 +3,22 @@
 import contextlib
 import hmac
 import os
+import socket
 import ssl
+import threading
+from collections.abc import Callable
 from hashlib import sha256
 
 from transfer import wire
 from transfer.backend import Frame, Kind, Source
 from transfer.errors import BadMessage, ConfigError, Unauthenticated
-from transfer.framing import Connection
+from transfer.framing import Connection, connection_over
 from transfer.numbers import Count
 from transfer.ports import split_host_port
 from transfer.rpc import Security
 
 HANDSHAKE_TIMEOUT_S = 5.0
+TLS_TIMEOUT_S = 2.0
 NONCE_BYTES = 32
 
 
@@ -46,12 +50,68 @@ class Welcome(wire.Message, frozen=True):
     stall_timeout_s: float = 3.0
 
 
+class Arrival:
+    """A socket that a receiver accepted: its thread greets the sender, any thread may end it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._connection: Connection | None = None
+        # Keeps `end` apart from what closes or replaces the socket: a descriptor is used again.
+        self._lock = threading.Lock()
+
+    def end(self) -> None:
+        """Make every read and write of the socket's thread fail."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.shutdown()
+                return
+            with contextlib.suppress(OSError):  # either end has closed it already
+                # Not SSLSocket's, which would take TLS from under a handshake.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def greet(
+        self,
+        context: ssl.SSLContext | None,
+        security: Security,
+        stall_timeout_s: float,
+        offer: Offer | None,
+        on_proved: Callable[[], None],
+    ) -> tuple[Connection, Source]:
+        """As the function below, after TLS. The socket is closed when it raises, OSError too."""
+        # No TLS over a Unix socket: nobody can listen in on it.
+        if context is not None and self._sock.family != socket.AF_UNIX:
+            try:
+                self._begin_tls(context)
+            except OSError:
+                with self._lock:
+                    self._sock.close()
+                raise
+        with contextlib.ExitStack() as stack:
+            with self._lock:
+                entered = stack.enter_context(connection_over(self._sock, stall_timeout_s))
+                self._connection = connection = entered
+            return connection, greet(connection, security, stall_timeout_s, offer, on_proved)
+
+    def _begin_tls(self, context: ssl.SSLContext) -> None:
+        with self._lock:
+            self._sock.settimeout(TLS_TIMEOUT_S)
+            self._sock = sock = context.wrap_socket(
+                self._sock, server_side=True, do_handshake_on_connect=False
+            )
+        sock.do_handshake()
+
+
 def greet(
-    connection: Connection, security: Security, stall_timeout_s: float, offer: Offer | None = None
+    connection: Connection,
+    security: Security,
+    stall_timeout_s: float,
+    offer: Offer | None = None,
+    on_proved: Callable[[], None] = lambda: None,
 ) -> Source:
     """The receiver's part: challenge, check, welcome. Returns who the sender is.
 
-    Raises Unauthenticated, BadMessage or PeerLost.
+    on_proved: called when the sender has shown the token, before it is welcomed; it may raise
+    PeerLost. Raises Unauthenticated, BadMessage or PeerLost.
     """
     nonce = os.urandom(NONCE_BYTES)
     connection.send(Frame(Kind.CHALLENGE), nonce)
@@ -60,6 +120,7 @@ def greet(
     if not hmac.compare_digest(hello.proof, proof_of(security, b"sender", nonce)):
         # Not the name it gave: a stranger must not choose what is logged, or how much.
         raise Unauthenticated("it does not know the cluster token")
+    on_proved()
     welcome = Welcome(proof_of(security, b"receiver", hello.nonce), offer, stall_timeout_s)
     connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
     return Source(hello.sender_id, hello.node)

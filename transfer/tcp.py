@@ -33,14 +33,15 @@ from transfer.complaint import Complaint, Complaints
 from transfer.errors import Incompatible, KvferryError, PeerLost
 from transfer.framing import Connection, Incoming, connection_over
 from transfer.handshake import (
+    Arrival,
     Offer,
     client_context,
-    greet,
     introduce,
     parse_address,
     server_context,
 )
 from transfer.outbound import Job, Lane, Sender, segments
+from transfer.places import Places
 from transfer.receiver import Receiver
 from transfer.rpc import Security
 
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 2.0
 DATA_FLAGS = "--data-port, --data-host"  # that say where pages are taken
 MAX_CONNECTIONS = 1024
-MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet
+MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet, see transfer.places
 _IDLE_WAIT_S = 60.0
 _ACCEPT_AGAIN_S = 0.1  # after a failed accept
 IDLE_BUFFER_BYTES = 256 << 20  # kept for pages that are still to come
@@ -263,7 +264,7 @@ class TcpReceiver(Receiver):
         self.refused = Complaints(log, "page connection refused")  # by host
         self.feeder: type[TcpFeeder] = TcpFeeder  # of connections by TCP
         self._host, self._port = host, port
-        self._connections: set[TcpFeeder] = set()
+        self._connections = Places(MAX_CONNECTIONS, MAX_STRANGERS_OF_HOST, self._send_away)
         self._listeners: list[socket.socket] = []
         self._closing = threading.Event()
 
@@ -297,19 +298,21 @@ class TcpReceiver(Receiver):
     def joined(self, feeder: "TcpFeeder") -> bool:
         """Add a connection; False when there are too many, or the receiver is closed."""
         with self._lock:
-            others = self._connections
-            if self._closed or len(others) >= MAX_CONNECTIONS:
-                return False
-            # Otherwise silent connections from one host could use up all the places.
-            strangers = sum(of.connection is None and of.name == feeder.name for of in others)
-            if strangers >= MAX_STRANGERS_OF_HOST:
-                return False
-            others.add(feeder)
-            return True
+            return not self._closed and self._connections.enter(feeder, feeder.name)
+
+    def proved(self, feeder: "TcpFeeder") -> None:
+        """The sender has shown the token. Raises PeerLost if it had to go before that."""
+        with self._lock:
+            if not self._connections.know(feeder):
+                raise PeerLost("it gave way to a newcomer")
+
+    def _send_away(self, feeder: "TcpFeeder") -> None:
+        self.counters["connections_over_limit"] += 1  # _lock is held
+        feeder.close()
 
     def left(self, feeder: "TcpFeeder", message: str) -> None:  # type: ignore[override]
         with self._lock:
-            self._connections.discard(feeder)
+            self._connections.leave(feeder)
         super().left(feeder, message)
 
     def _accept(self, listener: socket.socket, kind: "type[TcpFeeder]") -> None:
@@ -350,7 +353,7 @@ class TcpFeeder:
     def __init__(self, receiver: TcpReceiver, sock: socket.socket, name: str) -> None:
         self.thread = threading.Thread(target=self._run, name=f"pages from {name}", daemon=True)
         self.receiver = receiver
-        self._sock = sock
+        self._arrival = Arrival(sock)
         self.name = name
         self.source = Source(name)
         self._complaint = receiver.refused.of(name)
@@ -373,10 +376,9 @@ class TcpFeeder:
             connection.wake()
 
     def close(self) -> None:
+        """End the connection, and the handshake that comes before it (any thread)."""
         self._closing = True
-        connection = self.connection
-        if connection is not None:
-            connection.shutdown()
+        self._arrival.end()
 
     def _run(self) -> None:
         message, parting_s = "closed", 0.0
@@ -388,7 +390,7 @@ class TcpFeeder:
                 self._turn(connection)
         except (KvferryError, OSError) as error:
             message = f"{self.name}: {error}"
-            if not isinstance(error, PeerLost):
+            if not isinstance(error, PeerLost) and not (self._closing and self.connection is None):
                 self.receiver.count("connections_refused")
                 self._complaint.tell(error)
                 if self.receiver.busy(self):
@@ -406,18 +408,13 @@ class TcpFeeder:
 
     def _greet(self) -> Connection:
         receiver = self.receiver
-        sock = self._sock
-        try:
-            # No TLS over a Unix socket: nobody can listen in on it.
-            if receiver.context is not None and sock.family != socket.AF_UNIX:
-                sock.settimeout(CONNECT_TIMEOUT_S)
-                sock = receiver.context.wrap_socket(sock, server_side=True)
-        except OSError:
-            sock.close()
-            raise
-        with connection_over(sock, receiver.stall_timeout_s) as connection:
-            stall_s = receiver.stall_timeout_s
-            self.source = greet(connection, receiver.security, stall_s, receiver.offer)
+        connection, self.source = self._arrival.greet(
+            receiver.context,
+            receiver.security,
+            receiver.stall_timeout_s,
+            receiver.offer,
+            lambda: receiver.proved(self),
+        )
         self.name = self.source.sender_id
         return connection
 

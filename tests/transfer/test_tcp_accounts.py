@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.contract.transfer_ends import TcpEnds
-from tests.transfer.samples import logical_pages
-from tests.transfer.test_tcp import raw_peer
-from transfer import tcp
+from tests.transfer.samples import PATIENCE_S, SECURITY, logical_pages
+from tests.transfer.test_tcp import raw_peer, still_serves
+from transfer import handshake, tcp
 from transfer.backend import Frame, Kind
 from transfer.clock import ManualClock
 from transfer.complaint import Complaints
 from transfer.errors import PeerLost
-from transfer.handshake import parse_address
+from transfer.framing import Connection
+from transfer.handshake import introduce, parse_address
 from transfer.rpc import Security
 from transfer.tcp import TcpLane, TcpReceiver
 
@@ -73,34 +74,100 @@ def test_a_connection_owes_nothing_once_its_rooms_are_over(ends: TcpEnds) -> Non
     assert not receiver.busy(feeder)
 
 
-def test_silent_strangers_of_one_host_leave_room_for_others(ends: TcpEnds) -> None:
-    address = parse_address(ends.address)
+LONG_S = 1000.0  # nothing ends within it by itself
+
+
+@pytest.fixture
+def long_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(handshake, "TLS_TIMEOUT_S", LONG_S)
+
+
+@pytest.fixture
+def patient(long_handshakes: None) -> Iterator[TcpEnds]:
+    """Ends that let a silent peer stay."""
+    made = TcpEnds(stall_timeout_s=LONG_S)
+    yield made
+    made.close()
+
+
+def knock(stack: contextlib.ExitStack, ends: TcpEnds, host: str = "127.0.0.2") -> socket.socket:
+    """A connection from this host that has said nothing yet."""
+    sock = socket.create_connection(
+        parse_address(ends.address), PATIENCE_S, source_address=(host, 0)
+    )
+    return stack.enter_context(contextlib.closing(sock))
+
+
+def ended(sock: socket.socket) -> bool:
+    """Read until the receiver ends the connection."""
+    while sock.recv(4096):
+        pass
+    return True
+
+
+def test_the_oldest_silent_stranger_of_a_host_gives_way_to_whoever_comes_from_there(
+    patient: TcpEnds,
+) -> None:
+    ends, counters = patient, patient.receiver.counters
     with contextlib.ExitStack() as stack:
-
-        def knock() -> socket.socket:
-            sock = socket.create_connection(address, source_address=("127.0.0.2", 0))
-            return stack.enter_context(contextlib.closing(sock))
-
-        silent = [knock() for _ in range(tcp.MAX_STRANGERS_OF_HOST)]
+        silent = [knock(stack, ends) for _ in range(tcp.MAX_STRANGERS_OF_HOST)]
         assert all(sock.recv(1) for sock in silent), "each is asked for the token"
-        assert knock().recv(1) == b""
-        ends.until(lambda: ends.receiver.counters["connections_over_limit"] == 1)
         with raw_peer(ends.address):  # from another host
-            pass
+            assert counters["connections_over_limit"] == 0
+        honest = Connection(knock(stack, ends), PATIENCE_S)
+        introduce(honest, SECURITY, "prefill-0")
+        assert ended(silent[0])
+        assert counters["connections_over_limit"] == 1
+        assert counters["connections_refused"] == 0
+        honest.close()
+    still_serves(ends)
+
+
+def test_a_stranger_that_is_silent_where_tls_begins_gives_way_too(
+    tls_security: Security, long_handshakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "MAX_STRANGERS_OF_HOST", 2)
+    with contextlib.ExitStack() as stack:
+        ends = stack.enter_context(
+            contextlib.closing(
+                TcpEnds(sender_security=tls_security, receiver_security=tls_security)
+            )
+        )
+        silent = [knock(stack, ends, "127.0.0.1") for _ in range(3)]
+        assert ended(silent[0])
+        still_serves(ends)
+        assert ended(silent[1])
+        assert ends.receiver.counters["connections_refused"] == 0
+
+
+def test_a_receiver_that_closes_lets_go_of_strangers_too(patient: TcpEnds) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = knock(stack, patient)
+        assert silent.recv(1), "it is asked for the token"
+        patient.receiver.close()
+        assert ended(silent)
 
 
 def test_there_are_no_more_connections_than_threads_are_wanted(
-    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
+    long_handshakes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 2)
-    with raw_peer(ends.address), raw_peer(ends.address):
-        with pytest.raises(PeerLost), raw_peer(ends.address):
+    with contextlib.ExitStack() as stack:
+        ends = stack.enter_context(contextlib.closing(TcpEnds(stall_timeout_s=LONG_S)))
+        silent = knock(stack, ends)
+        with raw_peer(ends.address) as (_, first):
+            with raw_peer(ends.address):
+                assert ended(silent)
+                with pytest.raises(PeerLost), raw_peer(ends.address):
+                    pass
+            first.send(Frame(Kind.PING))
+            assert first.receive_small()[0].kind is Kind.PONG
+        assert ends.receiver.counters["connections_over_limit"] == 2
+        receiver: Any = ends.receiver
+        ends.until(lambda: not receiver._connections)
+        with raw_peer(ends.address):
             pass
-    ends.until(lambda: ends.receiver.counters["connections_over_limit"] == 1)
-    receiver: Any = ends.receiver
-    ends.until(lambda: not receiver._connections)
-    with raw_peer(ends.address):
-        pass
 
 
 def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
