@@ -21,7 +21,12 @@ def measure_ceilings(report: Report, dtype: str, budget_s: float = 1.0) -> Ceili
         copy_gb_s=copy_gb_s(COPY_BYTES[platform], budget_s),
         matmul_tflop_s=matmul_tflop_s(MATMUL_SIZE[platform], dtype, budget_s),
     )
-    shapes = {"copy_bytes": COPY_BYTES[platform], "matmul": MATMUL_SIZE[platform], "dtype": dtype}
+    shapes = {
+        "copy_bytes": COPY_BYTES[platform],
+        "matmul": MATMUL_SIZE[platform],
+        "dtype": dtype,
+        "budget_s": budget_s,
+    }
     report.add("ceiling", "device copy", ceilings.copy_gb_s, "GB/s", shapes=shapes)
     report.add("ceiling", f"matmul {dtype}", ceilings.matmul_tflop_s, "TFLOP/s", shapes=shapes)
     return ceilings

@@ -116,6 +116,7 @@ class Case:
     cell: Cell
     designs: tuple[Design, ...]
     rounds: int
+    tokens: int  # of a round that is not paced, about
 
     def cell_of(self, design: Design) -> Cell:
         return replace(self.cell, interval=design.interval)
@@ -139,7 +140,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
             if designs:
                 cell = _cell(pace, num_streams, args)
                 rounds = args.rounds or _ROUNDS.get(pace, 1)
-                cases.append(Case(cell, designs, rounds))
+                cases.append(Case(cell, designs, rounds, args.tokens))
     if not cases:
         raise ValueError("auto is not steered by events, so it has no saturated cell")
     return cases

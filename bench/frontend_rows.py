@@ -90,6 +90,7 @@ def report_case(
             "design": design.name,
             "baseline": first.name,
             "rounds": case.rounds,
+            "tokens": case.tokens,
             "rounds_s": [round(one.taken_s, 3) for one in measured[design]],
             "piece_bytes": measured[design][0].piece_bytes,
             "server_args": shlex.join(

@@ -454,8 +454,8 @@ class KernelBench:
         baseline: float | None,
         sizes: dict[str, int],
     ) -> None:
-        shapes = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
-        shapes["context"] = self.shape.context
+        shapes: dict[str, Any] = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
+        shapes |= {"context": self.shape.context, "budget_s": self.budget_s}
         self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes=shapes)
 
 

@@ -31,6 +31,7 @@ from bench.dummy_model import flags_of, write_model
 from bench.endings import lifeline, words_of
 from bench.report import Report
 from bench.shapes import SHAPES
+from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
 from bench.workload import PlannedRequest, WorkloadConfig, plan_requests, plan_warm_up
 from transfer.errors import ConfigError
@@ -296,14 +297,29 @@ def name_devices(report: Report, server: Server) -> None:
         report.surroundings = replace(report.surroundings, device=devices)
 
 
+def name_surroundings(report: Report, server: Server) -> None:
+    """Have rows from now on name what a server that runs already says of itself, nothing of here.
+
+    It says neither its commit nor its versions.
+    """
+    devices = ", ".join(sorted(_told_devices(server))) or UNKNOWN
+    report.surroundings = Surroundings(UNKNOWN, devices, {"server": UNKNOWN})
+
+
 def devices_of(server: Server) -> str:
     """The accelerators that a server's workers report; "" if they have none, UNKNOWN if unsaid."""
-    try:
-        _, body = asyncio.run(get_json(server, "/get_server_info", timeout_s=10.0))
-        found = {str(worker["devices"]) for worker in body["workers"]}
-    except (OSError, *MALFORMED):
+    if not (found := _told_devices(server)):
         return UNKNOWN
     return ", ".join(sorted(devices for devices in found if not devices.endswith(" x cpu")))
+
+
+def _told_devices(server: Server) -> set[str]:
+    """What the workers report; empty if the server does not say."""
+    try:
+        _, body = asyncio.run(get_json(server, "/get_server_info", timeout_s=10.0))
+        return {str(worker["devices"]) for worker in body["workers"]}
+    except (OSError, *MALFORMED):
+        return set()
 
 
 def parse_url(url: str, api_key: str) -> Server:
@@ -414,6 +430,7 @@ def run(args: argparse.Namespace, report: Report) -> int:
             server, said = stack.enter_context(_started(args, report, f"start to ready{apart}"))
         else:
             server, said = parse_url(args.url, args.api_key), args.url
+            name_surroundings(report, server)
         for config in configs:
             case = case_of(config, apart)
             traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up, said)

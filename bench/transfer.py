@@ -281,6 +281,7 @@ def measure(
         "outstanding": outstanding,
         "connections": connections_of(outstanding),
         "rounds": rounds,
+        "budget_s": budget_s,
     }
     one_round = _round_of_one_page if work.num_pages == 1 else _round
     found: dict[Metric, list[float]] = {}

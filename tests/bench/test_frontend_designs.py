@@ -207,6 +207,7 @@ def test_rows_are_medians_and_the_product_stands_beside_other_designs():
     assert values["x5 backlog all", "output of floor"].ratio == 0.5
     assert values["x5 backlog all", "output"].shapes["server_args"] == "--max-retries 0"
     assert values["x5 backlog naive", "output"].shapes["server_args"] == "--design naive"
+    assert {row.shapes["tokens"] for row in report.rows} == {1 << 16}
     assert len(report.rows) == 4 * 9 + 2
 
 

@@ -65,6 +65,7 @@ def test_every_part_reports_a_time_beside_its_floor(shape, parts, expected, monk
         assert row.value > 0
         assert row.baseline is not None
         assert row.shapes["shape"] == "tiny"
+    assert {row.shapes["budget_s"] for row in report.rows} == {0.01}
     assert {"gather", "scatter"} <= {row.metric for row in report.rows}
     assert any("windowed" in case for case in timed) == (expected != COMMON)
 

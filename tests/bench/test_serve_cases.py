@@ -121,6 +121,17 @@ def test_flags_of_a_server_are_refused_for_one_that_runs(monkeypatch: pytest.Mon
     assert not recorded.loads
 
 
+def test_rows_of_a_server_that_runs_say_nothing_of_this_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = Recorded(monkeypatch)
+    for devices, expected in (({"2 x cpu"}, "2 x cpu"), (set(), "unknown")):
+        monkeypatch.setattr(serve, "_told_devices", lambda _, found=devices: found)
+        recorded.run("--url", "http://127.0.0.1:1")
+        told = recorded.report.surroundings
+        assert told == Surroundings("unknown", expected, {"server": "unknown"})
+
+
 def test_an_empty_address_is_refused_and_no_other_server_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_measurement_stands_beside_its_baseline():
     assert [row.metric for row in ours] == ["shm p50", "tcp p50"]
     assert all(row.baseline == raw.value for row in ours)
     assert all(row.shapes["page_bytes"] == 4096 for row in ours)
+    assert {row.shapes["budget_s"] for row in report.rows} == {0.02}
 
 
 def test_a_receiving_process_that_dies_is_an_error_of_the_measurement(monkeypatch):
