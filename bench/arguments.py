@@ -15,6 +15,11 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
     return _ranged(kind, lambda value: value >= least, f"at least {least}")
 
 
+def up_to(most: int) -> Callable[[str], float]:
+    """A parser of integers from 0 to `most`."""
+    return _ranged(int, lambda value: 0 <= value <= most, f"from 0 to {most}")
+
+
 def _ranged(
     kind: Callable[[str], float], holds: Callable[[float], bool], said: str
 ) -> Callable[[str], float]:
@@ -30,6 +35,8 @@ def _ranged(
     return parse
 
 
+INT32_MAX = (1 << 31) - 1  # servers count with it
+INT64_MAX = (1 << 63) - 1  # JAX takes no larger seed, nor does a file of rows
 _LEAST, _MOST = 1e-6, 1e6  # beyond, a run would have no beginning or no end
 moderate = _ranged(float, lambda value: _LEAST <= value <= _MOST, f"from {_LEAST:g} to {_MOST:g}")
 

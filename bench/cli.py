@@ -12,7 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from bench.arguments import api_key, at_least, moderate, numbers, server_args
+from bench.arguments import (
+    INT32_MAX,
+    INT64_MAX,
+    api_key,
+    at_least,
+    moderate,
+    numbers,
+    server_args,
+    up_to,
+)
 from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.routing_cost import LENGTHS
@@ -54,7 +63,9 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows to FILE")
     for command in (kernels, serve, routing):  # the others draw no random numbers
-        command.add_argument("--seed", type=at_least(0), default=0, help="seed of random numbers")
+        command.add_argument(
+            "--seed", type=up_to(INT64_MAX), default=0, help="seed of random numbers"
+        )
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
@@ -103,7 +114,10 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
         "--only", action="append", metavar="WORKLOAD", help=f"small, a, b or c; {_REPEATED}"
     )
     parser.add_argument(
-        "--backend", action="append", choices=("shm", "tcp", "nixl"), help=_REPEATED
+        "--backend",
+        action="append",
+        choices=("shm", "tcp", "nixl"),
+        help="may be repeated; default: shm and tcp",
     )
     parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="seconds per measurement")
     parser.add_argument(
@@ -146,7 +160,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--timeout-s", type=moderate, default=600.0, help="seconds a request may take"
     )
     parser.add_argument(
-        "--warm-up", type=at_least(0), default=2, help="requests with other tokens to send first"
+        "--warm-up",
+        type=up_to(INT32_MAX),
+        default=2,
+        help="requests with other tokens to send first",
     )
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bench.arguments import INT32_MAX
+
 _WARM_UP_SEEDS = 1 << 32
-_MOST = (1 << 31) - 1  # servers count in int32
+_MOST_OF_PREFIXES = 1 << 27  # tokens of all together, which are drawn first: 1 GiB
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class WorkloadConfig:
             flag, least = name.replace("_", "-"), 2 if name == "vocab_size" else 1
             if getattr(self, name) < least:
                 raise ValueError(f"--{flag} must be at least {least}, got {getattr(self, name)}")
-            if getattr(self, name) > _MOST:
-                raise ValueError(f"--{flag} must be at most {_MOST}, got {getattr(self, name)}")
-        if self.repeat_token is not None and not 0 <= self.repeat_token <= _MOST:
-            raise ValueError(f"--repeat-token must be in [0, {_MOST}], got {self.repeat_token}")
+            if getattr(self, name) > INT32_MAX:
+                raise ValueError(f"--{flag} must be at most {INT32_MAX}, got {getattr(self, name)}")
+        if self.repeat_token is not None and not 0 <= self.repeat_token <= INT32_MAX:
+            raise ValueError(f"--repeat-token must be in [0, {INT32_MAX}], got {self.repeat_token}")
         if not 0.0 <= self.spread < 1.0:
             raise ValueError(f"--spread must be in [0, 1), got {self.spread}")
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
@@ -53,6 +55,11 @@ class WorkloadConfig:
             raise ValueError(
                 f"--shared-prefix-tokens must be in [0, {self.input_tokens}], "
                 f"got {self.shared_prefix_tokens}"
+            )
+        if self.num_prefixes * self.shared_prefix_tokens > _MOST_OF_PREFIXES:
+            raise ValueError(
+                f"--num-prefixes times --shared-prefix-tokens must be at most {_MOST_OF_PREFIXES}, "
+                f"got {self.num_prefixes} times {self.shared_prefix_tokens}"
             )
 
     @property

@@ -6,6 +6,7 @@ import pytest
 
 from bench.arguments import API_KEY_ENV, server_args
 from bench.cli import add_subcommands, main
+from bench.transfer import BACKENDS
 from transfer.flags import Parser
 
 
@@ -47,6 +48,36 @@ def test_times_and_rates_without_end_are_refused(
     with pytest.raises(SystemExit):
         parsed(*argv.split(), "1e308")
     assert "must be from 1e-06 to 1e+06, got 1e+308" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "most"),
+    [
+        ("kernels --seed", (1 << 63) - 1),
+        ("serve --seed", (1 << 63) - 1),
+        ("routing --seed", (1 << 63) - 1),
+        ("serve --warm-up", (1 << 31) - 1),
+    ],
+)
+def test_numbers_that_are_too_large_are_refused_by_their_own_name(
+    argv: str, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, flag = argv.split()
+    assert str(most) in str(vars(parsed(command, flag, str(most))).values())
+    for bad in (-1, most + 1):
+        with pytest.raises(SystemExit):
+            parsed(command, f"{flag}={bad}")
+        said = capsys.readouterr().err
+        assert f"argument {flag}: must be from 0 to {most}, got {bad}" in said
+
+
+def test_the_help_of_transfer_names_the_backends_that_it_takes_by_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed("transfer", "--help")
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"default: {' and '.join(BACKENDS)} " in told
 
 
 def test_times_and_rates_in_range_are_taken() -> None:

@@ -75,6 +75,10 @@ def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
         ({"num_requests": 10**20}, "--num-requests must be at most 2147483647, got 1000"),
         ({"input_tokens": 10**20}, "--input-tokens must be at most 2147483647, got 1000"),
         ({"vocab_size": 1 << 31}, "--vocab-size must be at most 2147483647, got 2147483648"),
+        (
+            {"num_prefixes": 2 * 10**9, "shared_prefix_tokens": 500},
+            "--num-prefixes times --shared-prefix-tokens must be at most 134217728, got 2000000000",
+        ),
         ({"repeat_token": -5}, r"--repeat-token must be in \[0, 2147483647\], got -5"),
     ],
 )
