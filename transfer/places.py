@@ -15,8 +15,8 @@ class Places[G]:
     never more than `most_of_host`, and of those that go never more than `most_of_host`.
     """
 
-    def __init__(self, most: int, most_of_host: int, send_away: Callable[[G], None]) -> None:
-        """send_away(guest): end its connection. It need not have left when this returns."""
+    def __init__(self, most: int, most_of_host: int, send_away: Callable[[G, str], None]) -> None:
+        """send_away(guest, host): end its connection; it may leave later."""
         self._most = most
         self._most_of_host = most_of_host
         self._send_away = send_away
@@ -47,10 +47,10 @@ class Places[G]:
             return False
         if len(self._going) >= self._most_of_host:
             return False
-        del self._strangers[goes]
+        host_of_goes = self._strangers.pop(goes)
         self._going.add(goes)
         self._strangers[guest] = host
-        self._send_away(goes)
+        self._send_away(goes, host_of_goes)
         return True
 
     def know(self, guest: G) -> bool:

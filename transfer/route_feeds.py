@@ -1,25 +1,29 @@
 """How routes reach the registry and leave it: a worker tells its routes, followers get them all."""
 
 import asyncio
+import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 
 from transfer import wire
 from transfer.clock import Clock
-from transfer.complaint import Complaint, Complaints
+from transfer.complaint import Complaint, Complaints, Tally
 from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, server_context
+from transfer.places import Places
 from transfer.ports import address_of
-from transfer.route_link import RouteHello, RouteLink, greet
+from transfer.route_link import RouteHello, RouteLink, accept_link, greet
 from transfer.routes import RouteNews, RouteTable
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 4096  # of one registry
-MAX_STRANGERS = 256  # links whose peer has not proved that it knows the token yet
+MAX_STRANGERS_OF_HOST = 256  # links whose peer has not shown the token yet, see transfer.places
 RETRY_S = 0.2
+_ACCEPT_AGAIN_S = 0.1  # after a failed accept
 _BYTES_PER_ROOM = 12  # in a message with its route
 
 
@@ -39,35 +43,38 @@ class RouteFeeds:
         self._clock = clock
         self._has_lease = has_lease
         self._followers: set[RouteLink] = set()
-        self._links: set[RouteLink] = set()
-        self._num_strangers = 0
+        self._places = Places(MAX_LINKS, MAX_STRANGERS_OF_HOST, self._send_away)
+        self._visits: set[asyncio.Task[None]] = set()
         self._ended = Complaints(log, "a connection for routes was ended")  # by host
-        self._server: asyncio.Server | None = None
+        self._crowded = Tally(log, "too many connections for routes: %d closed", clock)
+        self._context: ssl.SSLContext | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError when it is taken."""
+        self._context = server_context(self._security)
         try:
-            context = server_context(self._security)
-            self._server = await asyncio.start_server(
-                self._connected,
-                sock=_listen(host, port),
-                ssl=context,
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context else None,
-            )
+            self._listener = _listen(host, port)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen for routes on {host}:{port}: {error.strerror}; "
                 "choose another --host or --routes-port"
             ) from error
-        return int(self._server.sockets[0].getsockname()[1])
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._listener))
+        return int(self._listener.getsockname()[1])
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        links = tuple(self._links)
-        for link in links:
-            link.close()
-        await asyncio.gather(*(link.closed() for link in links))
+        if self._accepting is not None and self._listener is not None:
+            self._accepting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._accepting
+            self._listener.close()
+        for sock in self._places:
+            _end(sock)
+        if self._visits:
+            await asyncio.wait(self._visits, timeout=HANDSHAKE_TIMEOUT_S)
 
     def put(self, routes: wire.Routes, data: bytes) -> bool:
         """Apply a worker's routes, and push data, their encoded form. False: it has no lease."""
@@ -77,31 +84,63 @@ class RouteFeeds:
                 follower.send(data)
         return known
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = RouteLink(reader, writer)
-        complaint = self._ended.of(str((writer.get_extra_info("peername") or ("a host",))[0]))
-        self._links.add(link)
+    # --- connections ------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Take connections until cancelled, counting each before TLS has begun.
+
+        asyncio's own servers tell of a connection only after TLS, and before that anybody may have
+        as many as there are files.
+        """
+        loop = asyncio.get_running_loop()
+        complaint = Complaint(log, "a connection for routes cannot be accepted")
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:
+                # This connection failed, or files ran out: a later accept may succeed.
+                complaint.tell(error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            self._take(sock, str(address[0]))
+            await asyncio.sleep(0)  # those who are here have their turn, however many come
+
+    def _take(self, sock: socket.socket, host: str) -> None:
+        """Give a connection a task of its own, or close it."""
+        if not self._places.enter(sock, host):
+            self._crowded.tell(host)
+            sock.close()
+            return
+        visit = asyncio.get_running_loop().create_task(self._visit(sock, host))
+        self._visits.add(visit)
+        visit.add_done_callback(self._visits.discard)
+
+    def _send_away(self, sock: socket.socket, host: str) -> None:
+        self._crowded.tell(host)
+        _end(sock)
+
+    async def _visit(self, sock: socket.socket, host: str) -> None:
+        complaint = self._ended.of(host)
         try:
-            if len(self._links) <= MAX_LINKS and self._num_strangers < MAX_STRANGERS:
-                hello = await self._greeted(link)
+            link = await accept_link(sock, self._context)
+            try:
+                hello = await greet(link, self._security, lambda: self._proved(sock))
                 complaint.settle()
                 await (self._feed(link) if hello.follows else self._hear(link, hello))
-            else:
-                log.debug("too many connections for routes: refused one")
+            finally:
+                link.close()
+                await link.closed()
         except Unavailable as error:
             log.debug("%s", error)  # the peer is gone: the usual end of a link
         except RpcError as error:
             complaint.tell(error)
         finally:
-            link.close()
-            self._links.discard(link)
+            self._places.leave(sock)
 
-    async def _greeted(self, link: RouteLink) -> RouteHello:
-        self._num_strangers += 1
-        try:
-            return await greet(link, self._security)
-        finally:
-            self._num_strangers -= 1
+    def _proved(self, sock: socket.socket) -> None:
+        """The peer has shown the token. Raises Unavailable if it had to go before that."""
+        if not self._places.know(sock):
+            raise Unavailable("it gave way to a newcomer")
 
     async def _hear(self, link: RouteLink, hello: RouteHello) -> None:
         """Apply what a worker tells, until it goes or has no lease any more."""
@@ -126,6 +165,12 @@ class RouteFeeds:
             raise BadMessage("a follower of routes must send nothing after its hello")
         finally:
             self._followers.discard(link)
+
+
+def _end(sock: socket.socket) -> None:
+    """Have whatever goes on over a socket fail, be it TLS; whoever does that then closes it."""
+    with contextlib.suppress(OSError):  # closed already
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,8 +10,9 @@ import contextlib
 import hmac
 import os
 import socket
+import ssl
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from transfer import wire
 from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
@@ -91,6 +92,23 @@ class RouteLink:
             await self._writer.wait_closed()
 
 
+async def accept_link(sock: socket.socket, context: ssl.SSLContext | None) -> RouteLink:
+    """The registry's end of a socket that it has accepted, after TLS. Raises Unavailable."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    timeout_s = HANDSHAKE_TIMEOUT_S if context else None
+    with _as_unavailable():
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, sock, ssl=context, ssl_handshake_timeout=timeout_s
+        )
+        try:
+            return RouteLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        except OSError:  # the peer is gone already
+            transport.abort()
+            raise
+
+
 async def open_link(
     host: str, port: int, security: Security, peer_id: str, epoch: int, follows: bool
 ) -> RouteLink:
@@ -120,8 +138,11 @@ async def _introduce(
         raise Unauthenticated("the registry of these routes does not know the cluster token")
 
 
-async def greet(link: RouteLink, security: Security) -> RouteHello:
-    """The registry's part. Raises Unauthenticated, BadMessage or Unavailable."""
+async def greet(link: RouteLink, security: Security, on_proved: Callable[[], None]) -> RouteHello:
+    """The registry's part. Raises Unauthenticated, BadMessage or Unavailable.
+
+    on_proved: called when the peer has shown the token, before it is told; may raise Unavailable.
+    """
     nonce = os.urandom(NONCE_BYTES)
     with _as_unavailable():
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -129,6 +150,7 @@ async def greet(link: RouteLink, security: Security) -> RouteHello:
             hello = wire.decode(await link.receive(_MAX_STRANGER_BYTES), RouteHello)
     if not hmac.compare_digest(hello.proof, proof_of(security, b"routes to registry", nonce)):
         raise Unauthenticated("it does not know the cluster token")
+    on_proved()
     link.send(proof_of(security, b"routes of registry", hello.nonce))
     return hello
 

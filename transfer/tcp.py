@@ -306,7 +306,7 @@ class TcpReceiver(Receiver):
             if not self._connections.know(feeder):
                 raise PeerLost("it gave way to a newcomer")
 
-    def _send_away(self, feeder: "TcpFeeder") -> None:
+    def _send_away(self, feeder: "TcpFeeder", _host: str) -> None:
         self.counters["connections_over_limit"] += 1  # _lock is held
         feeder.close()
 

@@ -10,7 +10,7 @@ class Port:
 
     def __init__(self, most: int, most_of_host: int) -> None:
         self.gone: list[str] = []
-        self.places = Places[str](most, most_of_host, self.gone.append)
+        self.places = Places[str](most, most_of_host, lambda name, _: self.gone.append(name))
 
     def enter(self, *names: str, host: str = "a") -> list[bool]:
         return [self.places.enter(name, host) for name in names]
