@@ -26,6 +26,7 @@ from serving.listening import (
     claimed,
     ensure_listening,
     refuse_two_addresses,
+    take_no_more,
 )
 from serving.metrics import Metrics
 from serving.otlp import OtlpSender, TraceExporter, check_endpoint
@@ -46,6 +47,7 @@ from transfer.signals import draining_first, on_signals
 log = logging.getLogger(__name__)
 
 _MEET_S = 2.0  # longest wait at the start for the workers that the registry lists
+_ACCEPT_S = 0.1  # in which connections that have been made, or nearly, are accepted in the end
 _TRACE_AFTER_S = 1.0  # workers report aborted legs, and those whose pages were late, a bit later
 
 HELP = {
@@ -264,6 +266,16 @@ class _Server(uvicorn.Server):
         """Start, then set `takes`."""
         await super().startup(sockets)
         self.takes.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept what has connected before the listener closes, which would reset it."""
+        for sock in sockets or []:
+            take_no_more(sock)
+        await asyncio.sleep(_ACCEPT_S)
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(0)  # what was accepted last becomes one of the connections
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

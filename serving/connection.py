@@ -32,6 +32,7 @@ MAX_HEAD_BYTES: Final = 64 << 10
 _MAX_DROPPED_BYTES: Final = 1 << 20  # that a refused client may still send
 _REFUSED_S = 5.0  # how long a refused client may go on sending, or take to read
 _SURPLUS_S = 1.0  # how long a client beyond the bound may send nothing
+_LAST_S = 0.5  # how long a server that ends waits for a request; http_config gives it 2 s in all
 _MAX_QUEUED: Final = 32  # requests of one client that wait for the answers before theirs
 _KEY = "kvferry.body_writer"  # in the state of a scope
 _invalid = Tally(logging.getLogger(__name__), "%d connection(s) sent something other than HTTP")
@@ -363,6 +364,21 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> None:
         """The client asks for nothing more. Close now: asyncio would, but without a time limit."""
         self.transport.close()
+
+    def shutdown(self) -> None:
+        """The server ends. A client whose request may be on its way is answered if it comes soon.
+
+        Of idle clients only those that have just connected get this time: one that had an answer
+        knows that its connection may close at any time, and sends its next request again.
+        """
+        if self._awaits_head and self._answering is None:
+            self.loop.call_later(_LAST_S, self._shut_down)
+        else:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        if not self.transport.is_closing():
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody reads any more. Tells the request that is being answered."""

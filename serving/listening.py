@@ -1,10 +1,12 @@
 """Claims the HTTP API's address, a port or a Unix socket, before anything is started."""
 
+import ctypes
 import fcntl
 import logging
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +23,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 4096
 _OWN_FILES = 64  # kept at least for workers, other API processes, certificates and the like
 _PROBE_TIMEOUT_S = 1.0
+_SO_ATTACH_FILTER = 26  # Linux, asm-generic/socket.h
+# A filter that drops requests for a connection: byte 13 of a TCP header has the flags, 2 is SYN.
+_NO_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 _LOCK_TRIES, _LOCK_EACH_S = 100, 0.02  # longer than a probe of another server's takes
 
 
@@ -134,6 +139,23 @@ def ensure_listening(sock: socket.socket, config: ServeConfig) -> None:
     """Listen just before the server serves. Raises ConfigError when another has the port."""
     if sock.family != socket.AF_UNIX:
         _listening(sock, config)
+
+
+def take_no_more(sock: socket.socket) -> None:
+    """Have the kernel give no new connection to a listening port, which keeps those that it has.
+
+    To close the port alone would reset connections that are complete but not accepted, or nearly
+    complete. Now it can be closed once these are accepted. A client that connects meanwhile tries
+    again after a second, as its packet seems lost: then another process has the port, or none.
+    A Unix socket has no such half-way states, and its queue may be that of other processes too.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    steps = b"".join(struct.pack("HBBI", *step) for step in _NO_SYN)
+    buffer = ctypes.create_string_buffer(steps)
+    with suppress(OSError):  # a sandbox may not have it
+        filter_ = struct.pack("@HP", len(_NO_SYN), ctypes.addressof(buffer))
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
 
 
 def _bound(config: ServeConfig) -> socket.socket:

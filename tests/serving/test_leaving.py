@@ -2,12 +2,21 @@
 
 import asyncio
 import signal
+import socket
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import psutil
 import pytest
+from starlette.applications import Starlette
+from uvicorn import Config
+from uvicorn.server import ServerState
 
+from serving import api, connection
+from serving.config import ServeConfig
+from serving.connection import Connection
+from serving.metrics import Metrics
 from tests.fakes import FakeCluster, until
 from tests.serving.live import alphabet, letters
 from tests.serving.processes import (
@@ -20,9 +29,11 @@ from tests.serving.processes import (
     step_until,
     stream,
 )
+from tests.serving.test_connection import LOOPS, UNBOUND, Transport
 
 PROCESSES = pytest.mark.parametrize("processes", [1, 2])
 NEW = {"prompt": "Hi!", "max_tokens": 1}
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 def several(processes: int) -> tuple[str, ...]:
@@ -152,3 +163,80 @@ async def test_one_of_several_that_was_told_alone_comes_back(tmp_path: Path) -> 
         async with server.door(0) as http:
             pids = {state["process"]: state["pid"] for state in (await info_of(http))["processes"]}
             assert pids[0] != leaving
+
+
+def connected() -> tuple[Connection, Transport]:
+    """A client that has just connected to a server where nothing is found."""
+    config = Config(Starlette(), lifespan="off", log_config=None, log_level="warning")
+    config.load()
+    transport = Transport()
+    made = Connection(config, ServerState(), {}, linger_s=600.0, bound=UNBOUND)
+    made.connection_made(cast(asyncio.Transport, transport))
+    return made, transport
+
+
+def is_answered(transport: Transport) -> bool:
+    return b"".join(transport.told).startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_a_server_that_ends_still_answers_who_has_just_connected(
+    is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_LAST_S", 600.0)
+    made, transport = connected()
+    if is_begun:
+        made.data_received(GET[:9])
+    made.shutdown()
+    assert not transport.told
+    made.data_received(GET[9:] if is_begun else GET)
+    await until(lambda: is_answered(transport))
+
+
+async def test_a_server_that_ends_waits_only_for_a_while_for_who_has_just_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_LAST_S", 0.0)
+    made, transport = connected()
+    made.shutdown()
+    await until(lambda: transport.told == [b"closed"])
+
+
+async def test_a_server_that_ends_does_not_wait_for_who_had_an_answer() -> None:
+    made, transport = connected()
+    made.data_received(GET)
+    await until(lambda: is_answered(transport))
+    made.shutdown()
+    assert transport.told[-1] == b"closed"
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_who_connected_just_before_a_server_ends_is_answered(
+    loop_factory: Any, family: socket.AddressFamily, tmp_path: Path
+) -> None:
+    async def play() -> None:
+        settings: dict[str, Any] = {"model_path": Path("m"), "registry_address": "127.0.0.1:1"}
+        config = api.http_config(Starlette(), ServeConfig(**settings), Metrics())
+        config.load()
+        server = api._Server(config)
+        server.lifespan = config.lifespan_class(config)
+        is_unix = family == socket.AF_UNIX
+        with socket.socket(family) as listener:
+            listener.bind(str(tmp_path / "socket") if is_unix else ("127.0.0.1", 0))
+            listener.listen()
+            await server.startup([listener])
+            clients = [socket.socket(family) for _ in range(5)]
+            for client in clients:  # the loop does not turn: the kernel has made these alone
+                client.connect(listener.getsockname())
+                client.sendall(GET)
+                client.setblocking(False)
+            ending = asyncio.create_task(server.shutdown([listener]))
+            for client in clients:
+                with client:
+                    answer = await asyncio.get_running_loop().sock_recv(client, 12)
+                    assert answer == b"HTTP/1.1 404"
+            await ending
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())

@@ -21,6 +21,7 @@ from serving.listening import (
     claimed_for_children,
     ensure_listening,
     refuse_two_addresses,
+    take_no_more,
 )
 from tests.ports import free_port
 from transfer import ports
@@ -94,6 +95,30 @@ def test_children_listen_beside_their_parent_which_gets_no_connection(given: int
                 taken.close()
         for child in children:
             child.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_connects_to_a_child_that_takes_no_more_gets_to_another_and_is_not_cut(
+    host: str,
+) -> None:
+    with claimed_for_children(config(host=host, port=0)) as held, ExitStack() as stack:
+        settings = config(host=host, port=held.getsockname()[1])
+        leaving, staying = (stack.enter_context(beside(settings)) for _ in range(2))
+        early, late = (stack.enter_context(socket.socket(held.family)) for _ in range(2))
+        ensure_listening(leaving, settings)
+        early.connect(held.getsockname())
+        take_no_more(leaving)
+        late.setblocking(False)
+        late.connect_ex(held.getsockname())
+        taken, address = leaving.accept()
+        with taken:
+            assert address == early.getsockname()
+        ensure_listening(staying, settings)
+        leaving.close()
+        staying.settimeout(20)
+        taken, address = staying.accept()
+        with taken:
+            assert address == late.getsockname()
 
 
 def test_a_child_is_told_when_another_listens_by_now() -> None:
