@@ -277,16 +277,23 @@ class Supervisor:
             raise (errors.subgroup(ChildFailed) or errors).exceptions[0] from None
 
     async def drain(self) -> None:
-        """Have the children in front finish their requests; the others are kept alive meanwhile."""
+        """Have the children in front finish their requests; the others are kept alive meanwhile.
+
+        Kills those that take longer than they may and, after that, than to stop: told once more by
+        `stop`, they would only take the others' time.
+        """
         self.draining = True
-        waits = []
-        for child in self._children:
-            if child.spec.is_front:
-                waits.append(asyncio.create_task(child.process.wait()))
-                with contextlib.suppress(ProcessLookupError):  # one that is not ready has no work
-                    child.process.send_signal(DRAIN if child.ready.done() else signal.SIGTERM)
+        fronts = [child for child in self._children if child.spec.is_front]
+        waits = [asyncio.create_task(child.process.wait()) for child in fronts]
+        for child in fronts:
+            with contextlib.suppress(ProcessLookupError):  # one that is not ready has no work
+                child.process.send_signal(DRAIN if child.ready.done() else signal.SIGTERM)
         if waits:
             await asyncio.wait(waits, timeout=self._drain_timeout_s + self._stop_timeout_s)
+        for child in fronts:
+            if child.process.returncode is None:
+                log.warning("%s does not drain: killed", child.spec.name)
+                child.process.kill()
 
     async def stop(self) -> None:
         """Stop all children; kill those that do not stop in time.

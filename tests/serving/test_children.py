@@ -471,14 +471,14 @@ async def test_one_in_front_that_died_just_before_its_parent_drains_stays_away(
     assert supervisor._children == []
 
 
-async def test_what_drains_for_too_long_is_left_to_be_stopped(
+async def test_what_drains_for_too_long_is_killed_and_not_waited_for_again(
     supervisor: children.Supervisor,
 ) -> None:
     deaf = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
     front = await supervisor.start(front_of(deaf + TELL_READY + WAIT))
     await front.wait_ready()
     await asyncio.wait_for(supervisor.drain(), 20)
-    assert front.process.returncode is None
+    assert await asyncio.wait_for(front.process.wait(), 20) == -signal.SIGKILL
 
 
 async def test_what_fails_beside_the_children_is_raised_as_it_is(
