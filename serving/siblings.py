@@ -140,7 +140,13 @@ class Siblings:
         self, name: str, request: msgspec.Struct, reply: type[M]
     ) -> list[M]:
         asked = [self._ask(client, name, request, reply) for client in self._clients]
-        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        answers = []
+        for answer in await asyncio.gather(*asked):
+            if answer is None:
+                self._front.dispatcher.metrics.sibling_silent()
+            else:
+                answers.append(answer)
+        return answers
 
     async def _ask[M: msgspec.Struct](
         self, client: RpcClient, name: str, request: msgspec.Struct, reply: type[M]
@@ -150,8 +156,8 @@ class Siblings:
         try:
             answer = await client.call(name, request, reply, TIMEOUT_S)
         except RpcError as error:
-            complaint.tell(error)
-            self._front.dispatcher.metrics.sibling_silent()
+            # To all questions it fails alike, so that is one failure.
+            complaint.tell(str(error).removeprefix(f"{name} at {client.address}: "))
             return None
         complaint.settle()
         return answer
