@@ -36,6 +36,7 @@ _IOV_MAX = 64
 # sleeping, each late to answer because the other had slept (docs/adr/0046).
 _LOOK_S = 50e-6
 _SHORT_WAIT_S = 150e-6
+FILES = 3  # of a connection: its socket, and both ends of the pipe that wakes its thread
 # While no room is open there are no PINGs: the kernel detects a host that is gone.
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

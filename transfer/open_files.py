@@ -46,6 +46,11 @@ def for_control() -> int:
     return limit() // 2
 
 
+def beside_control() -> int:
+    """How many files the connections to a data port, or to the routes' port, may take."""
+    return limit() // 4
+
+
 async def tell_when_short(clock: Clock) -> None:
     """Warn while a control port may be full, at most once a minute, until cancelled.
 

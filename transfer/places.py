@@ -12,13 +12,14 @@ class Places[G]:
 
     A guest is a known one, a stranger, or a stranger that was told to go and has not left yet. Of
     known ones and strangers there are never more than `most` together, of strangers of one host
-    never more than `most_of_host`, and of those that go never more than `most_of_host`.
+    never more than `most_of_host`, and of those that go never more than that or a quarter of most.
     """
 
     def __init__(self, most: int, most_of_host: int, send_away: Callable[[G, str], None]) -> None:
         """send_away(guest, host): end its connection; it may leave later."""
         self._most = most
         self._most_of_host = most_of_host
+        self._most_going = min(most_of_host, max(1, most // 4))
         self._send_away = send_away
         self._known: set[G] = set()
         self._strangers: dict[G, str] = {}  # the oldest first, with its host
@@ -45,7 +46,7 @@ class Places[G]:
             goes = next(iter(self._strangers))
         else:
             return False
-        if len(self._going) >= self._most_of_host:
+        if len(self._going) >= self._most_going:
             return False
         host_of_goes = self._strangers.pop(goes)
         self._going.add(goes)

@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 
-from transfer import wire
+from transfer import open_files, wire
 from transfer.clock import Clock
 from transfer.complaint import Complaint, Complaints, Tally
 from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
@@ -20,7 +20,7 @@ from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
-MAX_LINKS = 4096  # of one registry
+MAX_LINKS = 4096  # of one registry, or fewer, where files are short
 MAX_STRANGERS_OF_HOST = 256  # links whose peer has not shown the token yet, see transfer.places
 RETRY_S = 0.2
 _ACCEPT_AGAIN_S = 0.1  # after a failed accept
@@ -43,7 +43,8 @@ class RouteFeeds:
         self._clock = clock
         self._has_lease = has_lease
         self._followers: set[RouteLink] = set()
-        self._places = Places(MAX_LINKS, MAX_STRANGERS_OF_HOST, self._send_away)
+        most = min(MAX_LINKS, open_files.beside_control())
+        self._places = Places(most, MAX_STRANGERS_OF_HOST, self._send_away)
         self._visits: set[asyncio.Task[None]] = set()
         self._ended = Complaints(log, "a connection for routes was ended")  # by host
         self._crowded = Tally(log, "too many connections for routes: %d closed", clock)

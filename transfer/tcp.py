@@ -16,7 +16,7 @@ from collections import deque
 import numpy as np
 
 from model.config import KVSpec
-from transfer import ports
+from transfer import open_files, ports
 from transfer.backend import (
     NO_PAYLOAD,
     Frame,
@@ -31,7 +31,7 @@ from transfer.buffers import BufferPool, PinMemory
 from transfer.clock import SYSTEM_CLOCK
 from transfer.complaint import Complaint, Complaints
 from transfer.errors import Incompatible, KvferryError, PeerLost
-from transfer.framing import Connection, Incoming, connection_over
+from transfer.framing import FILES, Connection, Incoming, connection_over
 from transfer.handshake import (
     Arrival,
     Offer,
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
 DATA_FLAGS = "--data-port, --data-host"  # that say where pages are taken
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024  # or fewer, where files are short
 MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet, see transfer.places
 _IDLE_WAIT_S = 60.0
 _ACCEPT_AGAIN_S = 0.1  # after a failed accept
@@ -264,7 +264,8 @@ class TcpReceiver(Receiver):
         self.refused = Complaints(log, "page connection refused")  # by host
         self.feeder: type[TcpFeeder] = TcpFeeder  # of connections by TCP
         self._host, self._port = host, port
-        self._connections = Places(MAX_CONNECTIONS, MAX_STRANGERS_OF_HOST, self._send_away)
+        most = min(MAX_CONNECTIONS, open_files.beside_control() // FILES)
+        self._connections = Places(most, MAX_STRANGERS_OF_HOST, self._send_away)
         self._listeners: list[socket.socket] = []
         self._closing = threading.Event()
 

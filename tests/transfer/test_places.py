@@ -59,7 +59,7 @@ def test_strangers_that_come_faster_than_others_leave_find_no_place() -> None:
 
 def test_whatever_happens_the_bounds_hold_and_known_guests_stay() -> None:
     chance = random.Random(5)
-    port = Port(most=6, most_of_host=3)
+    port = Port(most=8, most_of_host=3)
     known: set[str] = set()
     inside: list[str] = []
     for number in range(3000):
@@ -78,5 +78,5 @@ def test_whatever_happens_the_bounds_hold_and_known_guests_stay() -> None:
             port.places.leave(name)
         assert not known & set(port.gone)
         assert sorted(port.places) == sorted(inside)
-        assert len(port.places) - len(set(port.gone) & set(inside)) <= 6
-        assert len(set(port.gone) & set(inside)) <= 3
+        assert len(port.places) - len(set(port.gone) & set(inside)) <= 8
+        assert len(set(port.gone) & set(inside)) <= 2

@@ -12,7 +12,7 @@ import uvloop
 from tests.recording import until
 from tests.transfer.samples import PATIENCE_S, SECURITY
 from tests.transfer.test_tcp import Exhausted
-from transfer import route_feeds, route_link
+from transfer import open_files, route_feeds, route_link
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import Unavailable
 from transfer.route_feeds import RouteFeeds
@@ -91,9 +91,13 @@ async def let_go(sock: socket.socket) -> None:
             pass
 
 
-@pytest.fixture
-def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route_feeds, "MAX_LINKS", 4)
+@pytest.fixture(params=["a bound of ours", "few files"])
+def few_places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight places, two of them for strangers of one host."""
+    if request.param == "few files":
+        monkeypatch.setattr(open_files, "limit", lambda: 32)
+    else:
+        monkeypatch.setattr(route_feeds, "MAX_LINKS", 8)
     monkeypatch.setattr(route_feeds, "MAX_STRANGERS_OF_HOST", 2)
     monkeypatch.setattr(route_link, "HANDSHAKE_TIMEOUT_S", LONG_S)
 
@@ -118,14 +122,14 @@ def test_who_has_shown_the_token_stays_and_strangers_take_no_more_than_the_place
 ) -> None:
     async def main() -> None:
         async with a_door(security) as door:
-            known = [await door.enter() for _ in range(3)]
+            known = [await door.enter() for _ in range(7)]
             first = await door.knock("127.0.0.2")
             second = await door.knock("127.0.0.3")
             await let_go(first)
             known.append(await door.enter())
             await let_go(second)
             await let_go(await door.knock("127.0.0.2"))
-            await until(lambda: len(door.feeds._places) == 4)
+            await until(lambda: len(door.feeds._places) == 8)
             assert not any(link.is_over for link in known)
 
     run(main())

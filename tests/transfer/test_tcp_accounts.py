@@ -11,12 +11,12 @@ import pytest
 from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.samples import PATIENCE_S, SECURITY, logical_pages
 from tests.transfer.test_tcp import raw_peer, still_serves
-from transfer import handshake, tcp
+from transfer import handshake, open_files, tcp
 from transfer.backend import Frame, Kind
 from transfer.clock import ManualClock
 from transfer.complaint import Complaints
 from transfer.errors import PeerLost
-from transfer.framing import Connection
+from transfer.framing import FILES, Connection
 from transfer.handshake import introduce, parse_address
 from transfer.rpc import Security
 from transfer.tcp import TcpLane, TcpReceiver
@@ -84,8 +84,9 @@ def long_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def patient(long_handshakes: None) -> Iterator[TcpEnds]:
-    """Ends that let a silent peer stay."""
+def patient(long_handshakes: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpEnds]:
+    """Ends that let a silent peer stay, and eight of a host."""
+    monkeypatch.setattr(tcp, "MAX_STRANGERS_OF_HOST", 8)
     made = TcpEnds(stall_timeout_s=LONG_S)
     yield made
     made.close()
@@ -111,7 +112,7 @@ def test_the_oldest_silent_stranger_of_a_host_gives_way_to_whoever_comes_from_th
 ) -> None:
     ends, counters = patient, patient.receiver.counters
     with contextlib.ExitStack() as stack:
-        silent = [knock(stack, ends) for _ in range(tcp.MAX_STRANGERS_OF_HOST)]
+        silent = [knock(stack, ends) for _ in range(8)]
         assert all(sock.recv(1) for sock in silent), "each is asked for the token"
         with raw_peer(ends.address):  # from another host
             assert counters["connections_over_limit"] == 0
@@ -149,10 +150,14 @@ def test_a_receiver_that_closes_lets_go_of_strangers_too(patient: TcpEnds) -> No
         assert ended(silent)
 
 
-def test_there_are_no_more_connections_than_threads_are_wanted(
-    long_handshakes: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("few", ["threads", "files"])
+def test_there_are_no_more_connections_than_threads_are_wanted_or_files_there(
+    few: str, long_handshakes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 2)
+    if few == "threads":
+        monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 2)
+    else:
+        monkeypatch.setattr(open_files, "limit", lambda: 4 * 2 * FILES)
     with contextlib.ExitStack() as stack:
         ends = stack.enter_context(contextlib.closing(TcpEnds(stall_timeout_s=LONG_S)))
         silent = knock(stack, ends)
