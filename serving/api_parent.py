@@ -3,12 +3,14 @@
 import logging
 import shutil
 import socket
-import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
 from serving.children import ChildSpec, Supervisor, all_ready, supervise
 from serving.config import ServeConfig
+from serving.folders import private_folder
 from serving.listening import address_of, claimed_for_children
 from serving.seat import Seat
 from transfer import flags
@@ -37,15 +39,18 @@ def run(config: ServeConfig, security: Security) -> None:
         supervise("serve", supervisor, body)
 
 
-def _private_folder() -> "tempfile.TemporaryDirectory[str]":
+@contextmanager
+def _private_folder() -> Iterator[str]:
     """A new folder that only this user can enter, removed at the end. Raises ConfigError."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="kvferry-")
-    except OSError as error:  # as in a container whose file system may only be read
-        raise ConfigError(
-            f"--api-workers needs a folder for sockets, and none can be made: {error}; set TMPDIR "
-            "to a folder that may be written to"
-        ) from error
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(private_folder())
+        except OSError as error:  # as in a container whose file system may only be read
+            raise ConfigError(
+                f"--api-workers needs a folder for sockets, and none can be made: {error}; set "
+                "TMPDIR to a folder that may be written to"
+            ) from error
+        yield folder
 
 
 async def _run(

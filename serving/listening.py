@@ -1,13 +1,10 @@
 """Claims the HTTP API's address, a port or a Unix socket, before anything is started."""
 
 import ctypes
-import fcntl
 import logging
-import os
 import socket
 import stat
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ from pathlib import Path
 
 from serving.config import ServeConfig
 from serving.connection import Bound
+from serving.folders import lock_of
 from transfer import open_files, ports
 from transfer.errors import ConfigError
 
@@ -87,7 +85,9 @@ def claimed(config: ServeConfig) -> Iterator[socket.socket]:
         return
     path = Path(config.uds).absolute()
     with socket.socket(socket.AF_UNIX) as sock:
-        with _alone_in(path.parent):  # another server sees it either listen or not be there
+        # Another server sees it either listen or not be there, unless somebody keeps the folder's
+        # lock for reasons of theirs. If the folder cannot be opened, binding there says why.
+        with lock_of(path.parent, _LOCK_TRIES, _LOCK_EACH_S):
             _clear(path)
             try:
                 sock.bind(str(path))
@@ -164,25 +164,6 @@ def _bound(config: ServeConfig) -> socket.socket:
 
 def _listening(sock: socket.socket, config: ServeConfig) -> socket.socket:
     return ports.listen(sock, config.host, config.port, "--port", BACKLOG)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, unless it cannot be had: others may keep it for reasons of theirs."""
-    try:
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # binding there says why
-        yield
-        return
-    try:
-        for _ in range(_LOCK_TRIES):
-            with suppress(BlockingIOError):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            threading.Event().wait(_LOCK_EACH_S)
-        yield
-    finally:
-        os.close(held)
 
 
 def _clear(path: Path) -> None:
