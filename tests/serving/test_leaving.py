@@ -213,11 +213,17 @@ async def test_a_server_that_ends_does_not_wait_for_who_had_an_answer() -> None:
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
 @pytest.mark.parametrize("loop_factory", LOOPS)
 def test_who_connected_just_before_a_server_ends_is_answered(
-    loop_factory: Any, family: socket.AddressFamily, tmp_path: Path
+    loop_factory: Any,
+    family: socket.AddressFamily,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(connection, "_LAST_S", 600.0)
+
     async def play() -> None:
         settings: dict[str, Any] = {"model_path": Path("m"), "registry_address": "127.0.0.1:1"}
         config = api.http_config(Starlette(), ServeConfig(**settings), Metrics())
+        config.timeout_graceful_shutdown = None
         config.load()
         server = api._Server(config)
         server.lifespan = config.lifespan_class(config)
