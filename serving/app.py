@@ -119,7 +119,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         middleware=[
             Middleware(_ApiKey, front.bodies, config.api_key)
             if config.api_key
-            else Middleware(_OwnPages, front.bodies, config.allowed_origins)
+            else Middleware(_NamedPages, front.bodies, config.allowed_origins)
         ],
         exception_handlers={**ERROR_ANSWERS, HTTPException: answer_unrouted},
     )
@@ -178,7 +178,7 @@ class _ApiKey:
         await self._app(scope, receive, send)
 
 
-class _OwnPages:
+class _NamedPages:
     """Without a key: refuses what a browser sends for a page that --allowed-origins does not name.
 
     CORS withholds only answers. A page may send a form or a text to any server, and some other

@@ -1,6 +1,8 @@
 """A registry or an API process that stands still ends, so that it can be started again."""
 
+import contextlib
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,10 +18,10 @@ def _hang(process: Command) -> None:
     """Let it stand still until it ends. Its loop may be quicker than its watchdog afterwards."""
     for _ in range(_TRIES):
         process.signal(signal.SIGSTOP)
-        time.sleep(1.2 * _TIMEOUT_S)  # its own time
+        time.sleep(1.2 * _TIMEOUT_S)  # its timer is not ours to move
         process.signal(signal.SIGCONT)
-        time.sleep(0.2)
-        if process.process.poll() is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.process.wait(1.0)
             break
     assert process.ends() == 1
     assert "Timeout (0:00:03)!" in process.text
