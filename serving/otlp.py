@@ -35,7 +35,7 @@ def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError if spans cannot be sent to `endpoint`; "" turns them off."""
     if not endpoint:
         return
-    if "@" in endpoint.partition("://")[2].partition("/")[0]:
+    if "@" in endpoint.partition("?")[0]:  # also behind a slash, which a password may have
         raise ConfigError(
             "--otlp-traces-endpoint must have no user or password, which anybody could read on the "
             "command line; $OTEL_EXPORTER_OTLP_HEADERS may hold an Authorization"
