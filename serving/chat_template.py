@@ -51,7 +51,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = self._strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:
+            # Not jinja2's alone: what it makes of a template may be no Python, may nest too deeply
+            # for Python's compiler, or may have a number that is too long to be written.
             raise ChatTemplateError(f"chat template does not parse: {error}") from error
         # By default a chain of mappings, which every rendering would walk in Python.
         self._template.globals = dict(self._template.globals)

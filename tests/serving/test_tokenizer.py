@@ -205,6 +205,10 @@ def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
     "changes",
     [
         {"chat_template": "{% if %}"},
+        {"chat_template": "{% break %}"},
+        {"chat_template": "{% for x in y %}" * 30 + "{% endfor %}" * 30},
+        {"chat_template": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"},
+        {"chat_template": "{{ 2 ** 100000 }}"},
         {"chat_template": 5},
         {"chat_template": [{"name": "default"}]},
         {"chat_template": "\ud800"},
