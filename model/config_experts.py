@@ -20,6 +20,9 @@ _EVERYWHERE: Final = (
     "MiniMaxM2ForCausalLM",
 )
 _V2_METHODS: Final = ("greedy", "group_limited_greedy")
+# More is a mistake, and work for each of them would hardly end.
+_MOST_EXPERTS: Final = 10_000  # of a layer
+_MOST_EXTRA_LAYERS: Final = 10_000
 _DENSE: Final = "dense"
 _SPARSE: Final = "sparse"
 
@@ -77,7 +80,8 @@ def _counts(fields: Fields) -> dict[str, Any]:
     """How many experts a layer has, and how many a token goes to."""
     # Mixtral says num_local_experts, Qwen num_experts; transformers 5 writes the first for both.
     fields.said_once("num_experts", "num_local_experts")
-    experts = fields.integer("num_experts", None) or fields.integer("num_local_experts")
+    experts = fields.integer("num_experts", None, high=_MOST_EXPERTS)
+    experts = experts or fields.integer("num_local_experts", high=_MOST_EXPERTS)
     return {"num_experts": experts, "num_experts_per_tok": _chosen(fields, experts)}
 
 
@@ -118,7 +122,8 @@ def _qwen_experts(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def _ernie_experts(fields: Fields) -> dict[str, Any]:
-    num_layers, experts = fields.integer("num_hidden_layers"), fields.integer("moe_num_experts")
+    num_layers = fields.integer("num_hidden_layers")
+    experts = fields.integer("moe_num_experts", high=_MOST_EXPERTS)
     chosen, width = _chosen(fields, experts, "moe_k"), fields.integer("moe_intermediate_size")
     # Other names of the same, and what is not computed in any other way.
     same = {"num_experts": experts, "num_experts_per_tok": chosen}
@@ -140,6 +145,8 @@ def _ernie_experts(fields: Fields) -> dict[str, Any]:
 def _hunyuan_experts(fields: Fields) -> dict[str, Any]:
     """All experts are as wide as intermediate_size says, the shared one too."""
     width, experts = fields.integer("intermediate_size"), _alike(fields, "num_experts", REQUIRED)
+    if experts > _MOST_EXPERTS:
+        raise fields.fail("num_experts", fields.values["num_experts"], f"at most {_MOST_EXPERTS}")
     chosen = _alike(fields, "moe_topk", REQUIRED)
     if chosen > experts:
         raise fields.fail("moe_topk", fields.values["moe_topk"], f"at most {experts} experts")
@@ -193,7 +200,7 @@ def _clamped(fields: Fields) -> dict[str, Any]:
 
 
 def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
-    experts = fields.integer("n_routed_experts")
+    experts = fields.integer("n_routed_experts", high=_MOST_EXPERTS)
     chosen = _chosen(fields, experts)
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.fail("moe_layer_freq", fields.raw("moe_layer_freq", 1), "1")
@@ -205,7 +212,9 @@ def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
         "shared_intermediate_size": fields.integer("n_shared_experts", 0, low=0) * width,
         "router": _deepseek_router(fields, architecture, experts, chosen),
         "moe_layers": _layers_behind_dense(fields, architecture),
-        "num_extra_layers": fields.integer("num_nextn_predict_layers", 0, low=0),
+        "num_extra_layers": fields.integer(
+            "num_nextn_predict_layers", 0, low=0, high=_MOST_EXTRA_LAYERS
+        ),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from model.errors import ModelError
 
 REQUIRED: Final = object()
-_MOST: Final = (1 << 31) - 1  # the largest integer: programs count in int32
+MOST_INTEGER: Final = (1 << 31) - 1  # the largest integer: programs count in int32
 
 
 class Fields:
@@ -53,14 +53,18 @@ class Fields:
             return default
         return value
 
-    def integer(self, name: str, default: Any = REQUIRED, low: int = 1) -> Any:
+    def integer(
+        self, name: str, default: Any = REQUIRED, low: int = 1, high: int = MOST_INTEGER
+    ) -> Any:
         value = self.raw(name, default)
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.fail(name, value, f"an integer of at least {low}")
-        if value > _MOST:
-            raise ModelError(f"{self.file}: {name} is larger than {_MOST}")
+        if value > MOST_INTEGER:  # it may have thousands of digits
+            raise ModelError(f"{self.file}: {name} is larger than {MOST_INTEGER}")
+        if value > high:
+            raise self.fail(name, value, f"at most {high}")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, low: float = 0.0) -> Any:
@@ -104,8 +108,8 @@ class Fields:
         value = self.raw(name, [])
         listed = value if isinstance(value, list) else [value]
         for x in listed:
-            if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= _MOST:
-                accepted = f"a token id, or a list of them; ids are from 0 to {_MOST}"
+            if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= MOST_INTEGER:
+                accepted = f"a token id, or a list of them; ids are from 0 to {MOST_INTEGER}"
                 raise self.fail(name, value, accepted)
         return tuple(listed)
 

@@ -238,6 +238,8 @@ def test_what_is_not_computed_of_gpt_oss_is_refused_in_one_line(
         (_yarn(DEEPSEEK_V3, beta_fast=1e300), "rope_scaling: beta_fast is 1e+300; accepted: a num"),
         (_yarn(DEEPSEEK_V3, attention_factor=0), "rope_scaling: attention_factor is 0; accepted"),
         ({"dtype": "float16"}, "torch_dtype is 'bfloat16'; accepted: 'float16', as in dtype"),
+        ({"n_routed_experts": 10_048}, "n_routed_experts is 10048; accepted: at most 10000"),
+        ({"num_nextn_predict_layers": 2**31 - 1}, "2147483647; accepted: at most 10000"),
         ({"num_hidden_layers": 10_001}, "num_hidden_layers is 10001; accepted: at most 10000"),
         (_yarn(DEEPSEEK_V3, mscale=-1), "rope_scaling: mscale is -1; accepted: a finite number"),
         ({"rope_theta": 1.0}, "rope_theta is 1.0; accepted: a number above 1"),
