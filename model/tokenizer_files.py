@@ -68,10 +68,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
             "writes it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     text = read_text(file)
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more specific
-        raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
+    backend, said = _parsed(file, text), json.loads(text)
     _add_tokens(backend, added_tokens(config))
     _find_special_tokens(backend, config)
     if config.get("tokenizer_class") in _OBEYS_FLAGS:
@@ -79,13 +76,22 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     # Files may carry settings from training, which would cut or fill prompts silently.
     backend.no_truncation()
     backend.no_padding()
-    return TokenizerFiles(backend, config, json.loads(text).get("decoder"))
+    return TokenizerFiles(backend, config, said.get("decoder"))
 
 
 def eos_ids(config: ModelConfig, eos_id: int | None) -> tuple[int, ...]:
     """Tokens that end a text. eos_id: what the tokenizer's files say."""
     ends = config.eos_token_ids if eos_id is None else (*config.eos_token_ids, eos_id)
     return tuple(dict.fromkeys(ends))
+
+
+def _parsed(file: Path, text: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # where the library panics, it raises what is no Exception
+        raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:

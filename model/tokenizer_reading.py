@@ -95,7 +95,7 @@ def more_special_tokens(config: Mapping[str, Any], file: str = CONFIG_FILE) -> l
     return listed
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 

@@ -202,6 +202,22 @@ def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"continuing_subword_prefix": "AAAA"}, "is no tokenizer: "),  # the library panics
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(folder, changes, message):
+    file = folder / "tokenizer.json"
+    said = json.loads(file.read_text())
+    said["model"] |= changes
+    file.unlink()
+    file.write_text(json.dumps(said))
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json:? .*{message}"):
+        Tokenizer.from_dir(folder)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"chat_template": "{% if %}"},
