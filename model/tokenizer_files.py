@@ -32,6 +32,7 @@ _OBEYS_FLAGS = (
     "CodeLlamaTokenizer",
     "CodeLlamaTokenizerFast",
 )
+_MOST_ID = (1 << 22) - 1  # tables have a place for every id; a higher one is a mistake
 # The decoder of a byte-level vocabulary, as tokenizer.json would have it.
 _BYTE_LEVEL = {"type": "ByteLevel"}
 
@@ -69,6 +70,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         )
     text = read_text(file)
     backend, said = _parsed(file, text), json.loads(text)
+    _check_ids(file, said)
     _add_tokens(backend, added_tokens(config))
     _find_special_tokens(backend, config)
     if config.get("tokenizer_class") in _OBEYS_FLAGS:
@@ -92,6 +94,17 @@ def _parsed(file: Path, text: str) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # where the library panics, it raises what is no Exception
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
+
+
+def _check_ids(file: Path, said: Mapping[str, Any]) -> None:
+    """Raises TokenizerError for a token whose id is far beyond that of any vocabulary."""
+    vocab = said["model"].get("vocab")
+    if not isinstance(vocab, dict):  # a list: ids are places in it
+        return
+    token = max(vocab, key=vocab.__getitem__, default=None)
+    if token is not None and vocab[token] > _MOST_ID:
+        what = f"token {token!r} has the id {vocab[token]}; accepted: up to {_MOST_ID}"
+        raise TokenizerError(f"{file}: {what}")
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:

@@ -205,6 +205,8 @@ def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
     ("changes", "message"),
     [
         ({"continuing_subword_prefix": "AAAA"}, "is no tokenizer: "),  # the library panics
+        ({"vocab": {"a": 1 << 22}, "merges": []}, "token 'a' has the id 4194304; accepted: up to"),
+        ({"vocab": {"a": (1 << 32) - 1}, "merges": []}, "token 'a' has the id 4294967295"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(folder, changes, message):
