@@ -8,7 +8,7 @@ from model.config_attention import ERNIE, HUNYUAN, LATENT, LatentConfig, read_at
 from model.config_experts import RouterConfig, read_experts
 from model.config_quantised import read_quantization
 from model.errors import ModelError
-from model.fields import REQUIRED, Fields
+from model.fields import REQUIRED, Fields, is_endless
 from model.rope import RopeConfig, read_rope
 
 ARCHITECTURES: Final = (
@@ -218,8 +218,7 @@ def check_folder(path: Path) -> None:
     """
     try:
         is_folder = path.is_dir()
-        inside = [x for x in sorted(path.iterdir()) if x.exists()] if is_folder else []
-        endless = [x for x in inside if not (x.is_file() or x.is_dir())]
+        endless = [x for x in sorted(path.iterdir()) if is_endless(x)] if is_folder else []
     except OSError as error:  # such as a folder above it that this user may not enter
         raise ModelError(f"--model-path {path} cannot be reached: {error.strerror}") from error
     if not is_folder:

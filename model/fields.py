@@ -1,6 +1,7 @@
 """The fields of a checkpoint's JSON files, taken by name and type or refused in one line."""
 
 import json
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,3 +118,12 @@ class Fields:
         if not isinstance(value, str) or value not in accepted:
             raise self.fail(name, value, ", ".join(accepted))
         return value
+
+
+def is_endless(file: Path) -> bool:
+    """Whether it is a pipe, socket or device: its reader might wait, or read, without end."""
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return False  # whoever reads it says why it cannot be read
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))

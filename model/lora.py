@@ -18,7 +18,7 @@ from model.adapted import INTO, OUT_OF
 from model.checkpoint import Checkpoint, is_finite
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.fields import Fields
+from model.fields import Fields, is_endless
 from model.params import LORA_MATRICES, segments
 from model.sharding import Dims, LoraShape
 from model.sources import QKV, Assembled, Index, Output, Part, Source, Stack, Turned
@@ -168,6 +168,9 @@ class AdapterFiles:
 
 
 def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
+    for file in (folder / _CONFIG, folder / _TENSORS):
+        if is_endless(file):
+            raise ModelError(f"{file}: a pipe, socket or device; expected a file")
     expected = "the config of an adapter (--lora-paths), as PEFT saves it"
     fields = Fields.read(folder / _CONFIG, expected)
     fields.only({key: value for key, value in _ONLY.items() if fields.values.get(key)})

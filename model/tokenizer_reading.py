@@ -6,6 +6,8 @@ from typing import Any
 
 import tokenizers
 
+from model.fields import is_endless
+
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 CONFIG_FILE = "tokenizer_config.json"
 # Fields that list tokens without names. Transformers 5 has the second, which may be an object.
@@ -19,6 +21,8 @@ class TokenizerError(ValueError):
 
 
 def read_text(file: Path) -> str:
+    if is_endless(file):
+        raise TokenizerError(f"{file}: a pipe, socket or device; expected a file")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

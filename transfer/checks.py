@@ -1,10 +1,10 @@
 """Checks of a config's fields: each raises ConfigError, naming the flag and its value."""
 
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model.fields import is_endless
 from transfer.errors import ConfigError
 from transfer.flag_names import flag_name
 
@@ -62,11 +62,7 @@ def is_folder(what: str, path: Path) -> None:
 
 def has_an_end(what: str, path: Path) -> None:
     """The path is no pipe, socket or device: its reader might wait, or read, without end."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return  # whoever reads it says why it cannot be read
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    if is_endless(path):
         raise ConfigError(f"{what}: {path} is a pipe, socket or device; expected a file")
 
 

@@ -1,6 +1,7 @@
 """Adapters: parity with PEFT's numbers on every kind of mesh, and folders that are refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,15 @@ def test_a_folder_that_is_no_adapters_is_refused_as_such(tmp_path: Path) -> None
             f"{file}: no such file; expected the config of an adapter (--lora-paths), as PEFT "
             "saves it"
         )
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = copied(tmp_path / "a", LORA / "llama_all")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=rf"{name}: a pipe, socket or device; expected a file"):
+        read_adapters([("a", folder)], cfg_of("llama"))
 
 
 Q_A, Q_B = (TENSOR.format(0, "self_attn.q_proj", half) for half in "AB")

@@ -297,6 +297,10 @@ def test_templates_in_files_of_their_own_come_before_the_configuration(folder, t
     (more / "tool_use.jinja").write_text("{{ unclosed")
     with pytest.raises(TokenizerError, match=r"tool_use\.jinja: chat template does not parse"):
         Tokenizer.from_dir(folder)
+    (more / "tool_use.jinja").unlink()
+    os.mkfifo(more / "tool_use.jinja")
+    with pytest.raises(TokenizerError, match=r"tool_use\.jinja: a pipe, socket or device; expect"):
+        Tokenizer.from_dir(folder)
 
 
 def test_of_further_templates_that_of_tools_is_read_unless_its_file_is_empty(folder):
