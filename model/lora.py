@@ -178,7 +178,9 @@ def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
         accepted = "one that leaves the base model as it is; PEFT can convert it"
         raise fields.fail("init_lora_weights", begun, accepted)
-    alpha_of, is_root = _alphas(fields), fields.flag("use_rslora", False)
+    alpha_of = _by_module(fields, fields.number("lora_alpha", 8.0), "alpha_pattern", Fields.number)
+    rank_of = _by_module(fields, fields.integer("r", None), "rank_pattern", Fields.integer)
+    is_root = fields.flag("use_rslora", False)
     files = Checkpoint(folder, (_TENSORS,))
     ranks: dict[str, int] = {}
     factors: dict[str, float] = {}
@@ -194,6 +196,9 @@ def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
         rank = (*files.shape(_tensor(key, "A")), 0)[0]
         if rank < 1:
             raise ModelError(f"{folder / _TENSORS}: tensor {tensor} has no rows")
+        if (said := rank_of(f"model.layers.{key}")) not in (None, rank):
+            where = f"{folder / _TENSORS}: tensor {_tensor(key, 'A')}"
+            raise ModelError(f"{where}: {rank} rows, but {_CONFIG} gives it rank {said}")
         ranks[key] = rank
         factors[key] = alpha_of(f"model.layers.{key}") / (math.sqrt(rank) if is_root else rank)
     if not ranks:
@@ -201,22 +206,23 @@ def _read(name: str, folder: Path, cfg: ModelConfig) -> Adapter:
     return Adapter(name, files, factors, ranks)
 
 
-def _alphas(fields: Fields) -> Callable[[str], float]:
-    """lora_alpha of a module, which alpha_pattern may give by the end of its name."""
-    usual = fields.number("lora_alpha", 8.0)
-    patterns = fields.sub("alpha_pattern") or Fields(fields.file, {})
+def _by_module[N: float | None](
+    fields: Fields, usual: N, name: str, read: Callable[[Fields, str], N]
+) -> Callable[[str], N]:
+    """A number of a module, which the field of this name may give by the end of the module's."""
+    patterns = fields.sub(name) or Fields(fields.file, {})
     own = []
     for key in patterns.values:
         try:
-            own.append((re.compile(rf"(.*\.)?({key})"), patterns.number(key)))
+            own.append((re.compile(rf"(.*\.)?({key})"), read(patterns, key)))
         except re.error as error:
             accepted = f"the ends of modules' names, as regular expressions: {error}"
-            raise fields.fail("alpha_pattern", key, accepted) from error
+            raise fields.fail(name, key, accepted) from error
 
-    def alpha_of(module: str) -> float:
-        return next((alpha for end, alpha in own if end.fullmatch(module)), usual)
+    def number_of(module: str) -> N:
+        return next((number for end, number in own if end.fullmatch(module)), usual)
 
-    return alpha_of
+    return number_of
 
 
 def _tensor(key: str, half: str) -> str:

@@ -133,6 +133,11 @@ def rewrite(folder: Path, **fields: Any) -> None:
         ({"lora_alpha": "16"}, "lora_alpha is '16'; accepted: a number"),
         ({"alpha_pattern": {"q_proj": -1}}, "q_proj is -1; accepted"),
         ({"alpha_pattern": {"q_(proj": 1}}, "alpha_pattern is"),
+        ({"r": 8}, "lora_A.weight: 4 rows, but adapter_config.json gives it rank 8"),
+        ({"r": 0}, "r is 0; accepted: an integer of at least 1"),
+        ({"r": 8, "rank_pattern": {"(q|k|v|o)_proj": 4}}, "mlp.down_proj.lora_A.weight: 4 rows, b"),
+        ({"rank_pattern": {"v_proj": 2}}, "v_proj.lora_A.weight: 4 rows, but adapter_config.json"),
+        ({"rank_pattern": {"q_(proj": 1}}, "rank_pattern is"),
     ],
 )
 def test_a_config_that_asks_for_other_sums_is_refused(
