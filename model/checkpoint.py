@@ -42,7 +42,8 @@ class Checkpoint:
         self._where: dict[str, str] = {}
         self._offsets: dict[str, dict[str, int]] = {}
         self._maps: dict[str, np.ndarray] = {}
-        for file in files or self._listed():
+        listed = files or tuple(self._listed())
+        for file in listed:
             self._files[file] = self._open(file)
             for name in self._files[file].keys():  # noqa: SIM118  a handle, not a dict
                 if name in self._where:
@@ -50,6 +51,11 @@ class Checkpoint:
                         f"{folder / file}: tensor {name} is in {self._where[name]} too"
                     )
                 self._where[name] = file
+        if not files and _SINGLE not in listed and (folder / _SINGLE).exists():
+            # One of them is left from another model: transformers reads this one, vLLM the others.
+            raise ModelError(
+                f"{folder}: {_SINGLE} is there, and {_INDEX}, which names other files; expected one"
+            )
 
     def _listed(self) -> list[str]:
         index = self.folder / _INDEX

@@ -157,6 +157,19 @@ def test_a_missing_shard_of_two_is_named(tmp_path: Path) -> None:
         load_params(folder, _model(folder))
 
 
+def test_a_whole_model_beside_shards_of_another_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "mixtral"
+    shutil.copytree(GOLDENS / "mixtral" / "model", folder)
+    shutil.copy(GOLDENS / "llama" / "model" / "model.safetensors", folder)
+    with pytest.raises(ModelError, match=r"index\.json, which names other files; expected one"):
+        load_params(folder, _model(folder))
+    index = folder / "model.safetensors.index.json"
+    named = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(named, "model.safetensors")}))
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor .*: shape"):
+        load_params(folder, _model(folder))
+
+
 def test_rotary_tables_and_a_doubled_tied_head_are_left_alone(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
