@@ -33,6 +33,7 @@ _OBEYS_FLAGS = (
     "CodeLlamaTokenizerFast",
 )
 _MOST_ID = (1 << 22) - 1  # tables have a place for every id; a higher one is a mistake
+_TEXT = "Hello!"
 # The decoder of a byte-level vocabulary, as tokenizer.json would have it.
 _BYTE_LEVEL = {"type": "ByteLevel"}
 
@@ -78,6 +79,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     # Files may carry settings from training, which would cut or fill prompts silently.
     backend.no_truncation()
     backend.no_padding()
+    _try(file, backend)
     return TokenizerFiles(backend, config, said.get("decoder"))
 
 
@@ -94,6 +96,16 @@ def _parsed(file: Path, text: str) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # where the library panics, it raises what is no Exception
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
+
+
+def _try(file: Path, backend: tokenizers.Tokenizer) -> None:
+    """Encode a text once: some of what a file lacks shows only then. Raises TokenizerError."""
+    try:
+        backend.encode_batch_fast([_TEXT], add_special_tokens=True)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # as above
+        raise TokenizerError(f"{file} cannot encode {_TEXT!r}: {one_line(error)}") from error
 
 
 def _check_ids(file: Path, said: Mapping[str, Any]) -> None:

@@ -222,6 +222,25 @@ def test_a_model_that_cannot_be_is_refused(folder, changes, message):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+    ],
+)
+def test_a_file_with_which_no_text_can_be_encoded_is_refused(folder, changes):
+    file = folder / "tokenizer.json"
+    said = json.loads(file.read_text()) | {"added_tokens": [], "post_processor": None}
+    file.unlink()
+    file.write_text(json.dumps(said | changes))
+    set_config(folder, added_tokens_decoder=None)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot encode 'Hello!': ") as caught:
+        Tokenizer.from_dir(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"chat_template": "{% if %}"},
         {"chat_template": "{% break %}"},
         {"chat_template": "{% for x in y %}" * 30 + "{% endfor %}" * 30},
