@@ -452,8 +452,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         """Read a step's tokens, send them, and end the rooms that they end."""
         plan, flight = done.plan, done.step
         token_ids, is_right = flight.token_ids()
-        for at, column in np.argwhere((token_ids < 0) & (token_ids >= NOTHING_LEFT)).tolist():
-            self.fail_undrawn(int(plan.rooms[at]), int(token_ids[at, column]))
         result = self._scheduler.finish(plan, token_ids)
         for held in done.started:
             held.first_step_s = self.clock.monotonic_s()
@@ -465,6 +463,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         tell_step(self._emitter, self._scheduler, slots, result, flight)
         for at in ended(result).tolist():
             self.end(int(result.rooms[at]))
+        # Of those that go on: what is drawn behind an end, as drafts are, is no fault.
+        for at, column in np.argwhere((token_ids < 0) & (token_ids >= NOTHING_LEFT)).tolist():
+            self.fail_undrawn(int(plan.rooms[at]), int(token_ids[at, column]))
         for at, error in self._constrained.take(slots, result.token_ids):
             self.fail(int(result.rooms[at]), error.code, error.message)
 

@@ -180,6 +180,32 @@ def test_a_slot_that_can_draw_nothing_fails_and_its_neighbours_go_on(
     assert {leg.room: leg.ending for leg in alone.legs()} == {1: "", 2: code}
 
 
+@pytest.mark.parametrize("drawn", [NOT_A_TOKEN, NOTHING_LEFT])
+def test_a_request_ends_well_whatever_is_drawn_behind_a_draft_of_its_end(
+    drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speculation, "pays", lambda self, slots: True)
+    alone, worker = decode(drafts=1)
+    end = 5
+    alone.submit(1, sampling=wire.SamplingParams(9, stop_token_ids=(end,)))
+    alone.turn()
+    arrive(alone, 1)
+    step = worker._engine.step
+
+    def ending(*args: Any) -> StepInFlight:
+        flight = step(*args)
+        ids = np.array(flight.out.ids).reshape(-1, flight.width + flight.has_drafts)
+        ids[flight.rows, :2] = end, drawn
+        return replace(flight, out=flight.out._replace(ids=ids.ravel()))
+
+    monkeypatch.setattr(worker._engine, "step", ending)
+    while alone.turn():
+        pass
+    assert (alone.tokens(), alone.events()) == ([(1, 1)], [])
+    assert [leg.ending for leg in alone.legs()] == [""]
+    worker.check_idle()
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [(((1,),) * 129, "129, at most 128"), (((2,), (1,) * 17), "17, at most 16")],
