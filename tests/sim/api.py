@@ -45,6 +45,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.expected = expected_tokens(self.prompt_ids, self.sampling, self.adapter)
+        last = len(self.expected) - 1
+        # Its logits are no numbers behind these tokens.
+        self.breaks = not self.expected or not finish_of(self.expected[-1], last, self.sampling)
 
     @property
     def deadline_s(self) -> float:
@@ -260,7 +263,7 @@ class Api:
             request.tokens.append(token_id)
             while len(request.tokens) in request.early:
                 request.tokens.append(request.early.pop(len(request.tokens)))
-        if len(request.tokens) == len(request.expected):
+        if len(request.tokens) == len(request.expected) and not request.breaks:
             if len(request.tokens) == request.attempt_start + 1:
                 self._ended_by_first[room] = request.pair
             self._close(request, "finished", tell_workers=False)
@@ -283,6 +286,10 @@ class Api:
         elif event.code == Code.DEADLINE.value:
             assert request.deadline_s < self._clock.monotonic_s()
             self._close(request, "deadline")
+            return
+        elif event.code == Code.INTERNAL.value:
+            assert request.breaks, event
+            self._close(request, "internal")
             return
         elif event.code == Code.BAD_REQUEST.value:
             assert request.sampling.grammar == WRONG

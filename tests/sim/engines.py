@@ -17,7 +17,7 @@ from decode.local import LocalPrompt
 from model.calls import Calls
 from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.pieces import Piece
-from model.sampling import NUM_TOP, SampleOut
+from model.sampling import NOT_A_TOKEN, NUM_TOP, SampleOut
 from prefill.scheduler import Prompt
 from tests.sim.network import FIRST_ID, chain, draw, extend, kv_of, start_of
 from transfer.opened import PoolFacts
@@ -327,6 +327,8 @@ class StepEngine:
             token_idx = len(slot.token_ids) - slot.num_prompt_tokens
             drawn.append(draw(state, token_idx, params.seed, mask))
             slot.token_ids.append(drawn[-1])
+            if drawn[-1] == NOT_A_TOKEN:  # it is no draft, so nothing behind it counts
+                break
             self.stats["drafts_accepted"] += ahead > 0
         # Past its end a slot goes on drawing; the scheduler must skip these tokens.
         return drawn + [NO_DRAFT] * (width - len(drawn)) if drawn else [FIRST_ID] * width

@@ -10,6 +10,7 @@ import numpy as np
 
 from model.buckets import mask_words
 from model.pieces import NO_ADAPTER
+from model.sampling import NOT_A_TOKEN
 from transfer.stops import finish_of
 from transfer.wire import SamplingParams
 
@@ -17,6 +18,7 @@ ADAPTERS = ("sql",)
 START = 17
 VOCAB = 40
 FIRST_ID = 3
+SEEDS = 100  # below are those of requests whose logits are always finite
 _MODULUS = 1_000_003  # below 2**24: exact in f32
 
 
@@ -41,10 +43,18 @@ def chain(token_ids: Sequence[int], state: int = START) -> list[int]:
 
 def draw(state: int, token_idx: int, seed: int, mask: np.ndarray | None = None) -> int:
     """The token after `state`: a function of seed, token index, logits and the allowed tokens."""
+    breaks_at, own = divmod(seed, SEEDS)
+    if breaks_at == token_idx + 1:
+        return NOT_A_TOKEN
     span = VOCAB - FIRST_ID
-    best = (state * 7 + token_idx * 131 + seed * 7919) % span
+    best = (state * 7 + token_idx * 131 + own * 7919) % span
     order = (FIRST_ID + (best + step) % span for step in range(span))
     return next(t for t in order if mask is None or mask[t // 32] >> np.uint32(t % 32) & 1)
+
+
+def breaking(seed: int, token_idx: int) -> int:
+    """The seed that draws the same, but finds no finite logits at this token."""
+    return seed + SEEDS * (token_idx + 1)
 
 
 def may_follow(grammar: str, token_ids: Sequence[int]) -> np.ndarray:
@@ -57,7 +67,7 @@ def may_follow(grammar: str, token_ids: Sequence[int]) -> np.ndarray:
 def expected_tokens(
     prompt_ids: Sequence[int], params: SamplingParams, adapter: str = ""
 ) -> list[int]:
-    """What an undisturbed request generates, to its stop id or length."""
+    """What an undisturbed request generates, to its stop id or length, or until it breaks."""
     place = ADAPTERS.index(adapter) if adapter else NO_ADAPTER
     state = chain(prompt_ids, start_of(place))[-1]
     tokens: list[int] = []
@@ -65,6 +75,8 @@ def expected_tokens(
     while not tokens or not finish_of(tokens[-1], len(tokens) - 1, params):
         mask = may_follow(grammar, tokens) if grammar else None
         token_id = draw(state, len(tokens), params.seed, mask)
+        if token_id == NOT_A_TOKEN:
+            break
         tokens.append(token_id)
         state = extend(state, token_id)
     return tokens

@@ -6,13 +6,16 @@ all is over, everything is free again, long before any deadline would have freed
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
+
+import msgspec
 
 from decode.held import GrantFailed
 from tests.sim.api import Api, Line, Request
 from tests.sim.clocks import HostClock
 from tests.sim.grammars import WRONG
-from tests.sim.network import ADAPTERS, FIRST_ID, VOCAB
+from tests.sim.network import ADAPTERS, FIRST_ID, SEEDS, VOCAB, breaking, expected_tokens
 from tests.sim.plan import Plan, WorkerPlan, draw_plan
 from tests.sim.transport import LONGEST_DELAY, Fabric, Net
 from tests.sim.workers import SimDecode, SimPrefill, run_now
@@ -26,6 +29,8 @@ GRAMMARS = ("", "", "", "", "", "", "", "0", "1", "2", "2", WRONG)
 TICK_S = 0.01
 PATIENCE_S = 100_000.0  # of requests that are not hasty, so that no deadline helps a stuck one
 CLOCK_IS_SET = 0.02  # chance per tick
+IS_FLUSHED = 0.02  # chance per tick
+BREAKS = 0.1  # chance per request
 LINGER_TICKS = round(LINGER_S / TICK_S)
 TROUBLE_TICKS = 200  # after the last arrival; more trouble later could free what is stuck
 PEACE_TICKS = 4_000  # enough for all requests that remain
@@ -48,6 +53,7 @@ class Simulation:
         self.time = ManualClock()
         self._clocks: dict[str, HostClock] = {}  # by host
         self._clock_rng = Random(f"clocks {seed}")
+        self._other_rng = Random(f"others {seed}")
         self.fabric = Fabric(self.net, self.plan.corrupt)
         self.workers: dict[str, SimPrefill | SimDecode] = {}  # by id, the living
         self.apis: list[Api] = []
@@ -131,6 +137,8 @@ class Simulation:
         if self._clock_rng.random() < CLOCK_IS_SET:
             self.stats["clocks_set"] += 1
             self._clock_rng.choice(list(self._clocks.values())).set_wrong()
+        if self.workers and self._other_rng.random() < IS_FLUSHED:
+            self._flush(self._other_rng.choice(list(self.workers.values())))
         if self.workers and self._chance(plan.drain):
             self._drain(self.rng.choice(list(self.workers.values())))
         if self._chance(plan.data_break):
@@ -146,6 +154,13 @@ class Simulation:
             self.stats["api_deaths"] += 1
             api.die()
             self.net.after(self.rng.randrange(1, 30), self._start_api)
+
+    def _flush(self, worker: SimPrefill | SimDecode) -> None:
+        """Nothing stays cached but what rooms hold."""
+        reply = worker.flush()
+        worker.check(self.stats)
+        self.stats["flushes_amid_rooms"] += not reply.flushed
+        self.stats["flushes"] += 1
 
     # --- lives and deaths -----------------------------------------------------------------------
 
@@ -280,24 +295,35 @@ class Simulation:
         prompt = [*shared, *self._tokens(num_prompt - len(shared))]
         sampling = wire.SamplingParams(
             max_new_tokens=1 if self._chance(0.1) else rng.randrange(1, most + 1),
-            seed=rng.randrange(100),
+            seed=rng.randrange(SEEDS),
             stop_token_ids=(FIRST_ID, FIRST_ID + 1) if self._chance(0.5) else (),
             num_top_logprobs=rng.choice((-1, -1, 0, 2)),
             prompt_logprobs_start=rng.randrange(num_prompt) if self._chance(0.1) else -1,
             grammar=GRAMMARS[rng.randrange(len(GRAMMARS))],
         )
+        adapter = "" if len(self.requests) % 4 else ADAPTERS[0]
         patience_s = rng.random() * 0.5 if self._chance(self.plan.hasty) else PATIENCE_S
         request = Request(
             number=len(self.requests),
             prompt_ids=prompt,
-            sampling=sampling,
+            sampling=self._perhaps_breaking(prompt, sampling, adapter),
             salt=rng.choice(("", "", "tenant")),
-            adapter="" if len(self.requests) % 4 else ADAPTERS[0],
+            adapter=adapter,
             patience_s=patience_s,
             is_dictated=self._chance(self.plan.dictated),
         )
         self.requests.append(request)
         rng.choice(self.apis).take(request)
+
+    def _perhaps_breaking(
+        self, prompt: Sequence[int], sampling: wire.SamplingParams, adapter: str
+    ) -> wire.SamplingParams:
+        """Now and then, logits that are not finite: within an answer, or just behind its end."""
+        if self._other_rng.random() >= BREAKS:
+            return sampling
+        end = len(expected_tokens(prompt, sampling, adapter))
+        at = self._other_rng.choice((self._other_rng.randrange(end), end))
+        return msgspec.structs.replace(sampling, seed=breaking(sampling.seed, at))
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCAB) for _ in range(count)]

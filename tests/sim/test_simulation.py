@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 import decode.worker
@@ -15,10 +16,12 @@ import prefill.worker
 from decode import rings
 from decode.admission import Admission, Seat
 from decode.constrained import ConstrainedSlots
+from decode.held import StepFlight
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from model import buckets
 from model.pieces import NO_ADAPTER
+from model.sampling import NOT_A_TOKEN
 from prefill.ranks import Ranks
 from prefill.scheduler import PrefillScheduler
 from prefill.shipping import Shipping
@@ -41,6 +44,7 @@ HAPPENS = [
     "ended_aborted",
     "ended_deadline",
     "ended_bad_request",
+    "ended_internal",
     "ended_api_died",
     "second_attempts_finished",
     # the normal course, and what makes it fast
@@ -125,6 +129,8 @@ HAPPENS = [
     "replies_NACK",
     # hosts
     "clocks_set",
+    # operators
+    "flushes_amid_rooms",
 ]
 
 
@@ -298,6 +304,16 @@ def _deadlines_by_the_wall_clock(open_room: Any) -> Callable[..., Any]:
     return opened
 
 
+def _failed_for_what_is_drawn_behind_an_end(complete_step: Any) -> Callable[..., Any]:
+    def completed(self: DecodeWorker, done: StepFlight) -> None:
+        token_ids, _ = done.step.token_ids()
+        for row in np.flatnonzero((token_ids == NOT_A_TOKEN).any(axis=1)).tolist():
+            self.fail_undrawn(int(done.plan.rooms[row]), NOT_A_TOKEN)
+        complete_step(self, done)
+
+    return completed
+
+
 def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
     return lambda self: 0
 
@@ -330,6 +346,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (DecodeWorker, "_place", _pages_a_place_further),
         (Inbound, "forget", _frames_of_the_forgotten),
         (RoleWorker, "open_room", _deadlines_by_the_wall_clock),
+        (DecodeWorker, "_complete_step", _failed_for_what_is_drawn_behind_an_end),
         (ConstrainedSlots, "__len__", _masks_without_the_last_step),
         (PrefillWorker, "handle", _deaf_to(GrammarReady)),
         (DecodeWorker, "handle", _deaf_to(GrammarReady)),
