@@ -31,6 +31,10 @@ STOP_TIMEOUT_S = 8.0
 RESTART_DELAY_S = 1.0  # twice as long each time in a row: memory that it lacked may need a while
 MAX_RESTARTS = 5  # of one child, in a row
 FORGIVEN_AFTER_S = 120.0  # a child that was ready for so long starts a new row
+_HINTS = {  # by exit code
+    -signal.SIGKILL: "killed, as the kernel does where memory runs out",
+    -signal.SIGBUS: "a file in its memory became shorter, or its disk or shared memory is full",
+}
 
 
 class ChildFailed(KvferryError):
@@ -106,9 +110,8 @@ class Child:
         """How messages tell that it ended with this code."""
         if self.was_late:
             return f"was not ready after {READY_TIMEOUT_S:g} s and was killed"
-        if code != -signal.SIGKILL:
-            return f"ended with code {code}"
-        return f"ended with code {code} (killed, as the kernel does where memory runs out)"
+        hint = _HINTS.get(code)
+        return f"ended with code {code} ({hint})" if hint else f"ended with code {code}"
 
     def failed(self, what: str, code: int) -> ChildFailed:
         """The error of a child that ended, with the last that it said of anything wrong."""

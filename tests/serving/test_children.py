@@ -62,6 +62,11 @@ async def test_a_child_that_ends_before_it_is_ready_passes_on_its_last_line(
     assert str(caught.value) == "child ended with code 2 before it was ready: no luck"
     assert caught.value.code == 2
     assert capfd.readouterr().err == "[child] first\n[child] no luck\n"
+    running = await supervisor.start(
+        child(f"import signal; signal.raise_signal({signal.SIGBUS:d})")
+    )
+    with pytest.raises(children.ChildFailed, match=r"code -7 \(a file in its memory became short"):
+        await running.wait_ready()
 
 
 async def test_a_child_that_may_have_no_thread_says_which_limits_these_are(
