@@ -419,7 +419,8 @@ def _check_memory(
     with PROMISES.turn():
         budget = memory_budget_bytes(share, own)
         if on_cpu():
-            budget += int((1.0 - share) * weights)
+            # Of larger weights only what is free counts: an error should not name more than that.
+            budget += int((1.0 - share) * min(weights, budget / share))
         sizes, wants = (budget, weights, 0, page_bytes), (wanted, exact, least)
         plan_memory(*sizes, *wants, ranks, kv.groups, _most_budget(fraction, weights))
         if on_cpu():

@@ -1,6 +1,7 @@
 """A pool takes what memory is left: on a CPU the same at the next start, and what was asked for."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from model import opening, processors
 from model.errors import MemoryShortage, ModelError
 from model.opening import OpenedModel, make_pool
-from model.programs import Program, steady, tree_bytes
+from model.programs import Program, mib, steady, tree_bytes
 from model.promises import Promises, _own_bytes
 from tests.model.harness import GOLDENS, open_plainly
 
@@ -140,6 +141,17 @@ def test_a_pool_of_a_size_that_was_asked_for_is_promised_before_weights_are_load
     open_plainly(path, PAGE_SIZE, CONTEXT, max_total_tokens=tokens)
     weights = tree_bytes(opened.params)
     assert promises == [weights + promised_pages * opened.kv.all_layers_bytes]
+
+
+def test_weights_larger_than_all_that_is_free_do_not_fit_in_what_is_free(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = tree_bytes(opened.params) // 4
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, _: int(fraction * free))
+    with pytest.raises(
+        ModelError, match=rf"do not fit in {re.escape(mib(free))}; choose a smaller"
+    ):
+        open_plainly(GOLDENS / "llama" / "model", PAGE_SIZE, CONTEXT)
 
 
 def test_what_compiling_took_is_given_back_before_the_pool_takes_it(
