@@ -1,5 +1,6 @@
 """Builds an engine from the flags: what every process of a decode group does at start-up."""
 
+import logging
 from typing import NamedTuple
 
 from decode.config import ANY_PROMPT, DecodeConfig
@@ -20,6 +21,8 @@ from transfer.receiver import Receiver
 from transfer.rpc import Security
 from transfer.tcp import DATA_FLAGS
 
+log = logging.getLogger(__name__)
+
 
 class Built(NamedTuple):
     """An engine, and what its worker has to know of it."""
@@ -38,6 +41,9 @@ def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) 
     can be known.
     """
     chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
+    slots, most = config.dp_size * _rank_slots(config), config.max_queued_requests
+    if slots > most:
+        log.warning("of %d slots %d can be used: raise --max-queued-requests", slots, most)
 
     def check(opened: OpenedModel) -> None:
         _buckets(config, opened)

@@ -50,6 +50,15 @@ def test_flags_that_do_not_fit_are_told_before_weights_are_read(
         build_engine(DecodeConfig(MODEL, "127.0.0.1:8998", context_length=64, **flags))
 
 
+def test_slots_that_can_never_be_used_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    flags: dict[str, Any] = {"max_running_requests": 2048, "transfer_staging_bytes": 4096}
+    for most in (2048, 1024):
+        assert caplog.messages == []
+        with pytest.raises(ConfigError, match="staging"):  # so nothing is loaded
+            build_engine(DecodeConfig(MODEL, "127.0.0.1:8998", max_queued_requests=most, **flags))
+    assert caplog.messages[0] == "of 2048 slots 1024 can be used: raise --max-queued-requests"
+
+
 @pytest.mark.parametrize(
     ("flags", "num_mib"),
     [
