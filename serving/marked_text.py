@@ -120,8 +120,12 @@ class MarkedText(ABC):
         if calls and all(call.name in self._tools for call in calls):
             self._parts += calls
             return True
-        self._parts.append(Said(written))
+        self._say(written)
         return False
+
+    def _say(self, text: str) -> None:
+        """Add text of the answer."""
+        self._parts.append(Said(text))
 
     @abstractmethod
     def _markers(self) -> tuple[str, ...]:

@@ -157,7 +157,9 @@ class _Where(Enum):
 class TaggedText(MarkedText):
     """Parses thoughts between tags at the beginning, and calls in the format `calls`.
 
-    Space around thoughts, calls and tags is dropped; a text without them is returned as it is.
+    Space around thoughts, calls and tags is dropped; a text without them is returned as it is. But
+    texts with calls between them are on lines of their own, as in HarmonyText: a chat shows them as
+    one.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class TaggedText(MarkedText):
         self._opening = calls.opening if calls is not None else ""  # "" once seen
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
         self._trims = in_thought  # drop the space that comes next
+        self._has_said = False
         self._left_open = False  # a call interrupted a thought, whose end may still come
         self._space: list[str] = []  # trailing space, and what may end the answer
         self._begun = ""  # of the current call: the space before it, and its marker
@@ -223,7 +226,6 @@ class TaggedText(MarkedText):
             text = text.lstrip()
         if not text:
             return
-        self._trims = False
         kept = text.rstrip()
         if not kept:
             self._space.append(text)
@@ -231,6 +233,7 @@ class TaggedText(MarkedText):
         self._space.append(kept)
         shown, self._space = "".join(self._space), [text[len(kept) :]]
         if self._where is _Where.THOUGHT:
+            self._trims = False
             self._parts.append(Thought(shown))
             return
         if self._where is _Where.BEGIN:
@@ -240,7 +243,12 @@ class TaggedText(MarkedText):
                 self._begin_call("")
                 self._add_to_call("".join((shown, *after)))
                 return
-        self._parts.append(Said(shown))
+        self._say(shown)
+        self._trims = False
+
+    def _say(self, text: str) -> None:
+        super()._say("\n" + text if self._trims and self._has_said else text)
+        self._has_said = True
 
     def _found(self, marker: str) -> None:
         if marker == self._answer_end and self._where is not _Where.CALL:
@@ -305,6 +313,6 @@ class TaggedText(MarkedText):
         self._where = _Where.CONTENT
         written = self._begun + call + (marker if self._calls.end else "")
         if self._calls.needs_end and not marker:
-            self._parts.append(Said(written))
+            self._say(written)
             return
         self._trims = self._called(written, lambda: read(call, self._tools))
