@@ -166,6 +166,22 @@ async def test_functions_that_only_a_namespace_tells_apart_are_refused() -> None
             assert response.status_code == 200
 
 
+@pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": ["function"]}])
+async def test_a_tool_of_a_response_without_a_type_is_not_left_out_unnoticed(
+    kind: dict[str, Any],
+) -> None:
+    tool = {"name": "look"} | kind
+    async with live_server(tool_call_parser="hermes") as live:
+        for tools, where in (
+            ([tool], "tools[0].type"),
+            ([{"type": "namespace", "name": "n", "tools": [tool]}], "tools[0].tools[0].type"),
+        ):
+            response = await live.post("/v1/responses", {"input": "Hi!", "tools": tools})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "tools")
+            assert error["message"].startswith(f"{where}: expected text, got ")
+
+
 async def test_a_tool_that_is_no_function_is_a_400_that_says_why() -> None:
     function = {"name": "look"}
     async with live_server() as live:
