@@ -11,7 +11,7 @@ from bench.shapes import Shape
 from model.buckets import pages_for
 from model.errors import ModelError
 from model.programs import mib
-from model.sharding import make_mesh
+from model.sharding import LoraShape, make_mesh
 from model.transformer import Model
 
 TRAVEL_PAGES: Final = 32
@@ -37,12 +37,12 @@ def pool_pages(shape: Shape) -> int:
     )
 
 
-def model_of(shape: Shape, device: Any = None) -> Model:
-    """The network of the shape on this device; None: on the first."""
+def model_of(shape: Shape, device: Any = None, lora: LoraShape | None = None) -> Model:
+    """The network of the shape on this device; None: on the first. lora: room for adapters."""
     mesh = make_mesh(1, 1, [device or jax.devices()[0]])
     sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
     held: dict[str, Any] = {"coded": shape.coded, "codes": codes, "narrow": shape.narrow}
-    return Model.create(shape.cfg, mesh, *sizes, **held)
+    return Model.create(shape.cfg, mesh, *sizes, **held, lora=lora)
 
 
 def fitting(shape: Shape, memory_bytes: int) -> Shape:

@@ -1,6 +1,7 @@
 """Compiles steps and chunks for a GPU that is not here, and counts what they launch, move and need.
 
     python -m bench.gpu_compile --shape qwen3-30b-a3b --json out.jsonl
+    python -m bench.gpu_compile --shape qwen3-8b --workers --lora-rank 16
 
 Needs the packages of requirements-cuda.lock and no GPU. Nothing runs, so no row is a run time: what
 launches and waits cost depends on the machine. Bytes are those that XLA's operations move, without
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,9 +73,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--chunk", action="append", type=at_least(1), help="tokens of a chunk; may be repeated"
     )
+    parser.add_argument(
+        "--workers",
+        action="store_true",
+        help="all programs of a prefill and a decode worker instead of a step and a chunk alone: "
+        "the largest step and chunk, draws, copies of pages, also to and from the host",
+    )
+    parser.add_argument(
+        "--lora-rank", type=at_least(0), default=0, help="of three adapters; with --workers"
+    )
+    parser.add_argument(
+        "--drafts", type=at_least(0), default=0, help="tokens drafted for a slot; with --workers"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="write compiled programs here")
     args = parser.parse_args(argv)
+    if (args.lora_rank or args.drafts) and not args.workers:
+        parser.error("--lora-rank and --drafts need --workers")
+    for name in args.shape or GPU_SHAPES:
+        if args.lora_rank and SHAPES[name].cfg.latent is not None:
+            parser.error(f"--lora-rank: adapters do not change the latent attention of {name}")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the only device that must be here
     try:
         device = _device()
@@ -88,6 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.shape or GPU_SHAPES:
         shape = SHAPES[name]
         bench = CompileBench(report, shape, device, args.text)
+        if args.workers:
+            slots, chunks = args.slots or shape.slots[-1:], args.chunk or shape.chunks[:1]
+            for sizes in product(slots, chunks):
+                bench.workers(*sizes, args.lora_rank, args.drafts)
+            continue
         for slots in args.slots or (() if args.chunk else shape.slots):
             bench.step(slots)
         for tokens in args.chunk or (() if args.slots else shape.chunks):
@@ -122,7 +146,7 @@ class CompileBench:
         from bench.fitting import model_of
         from model.kv import abstract_pool
 
-        self.report, self.shape, self.folder = report, shape, folder
+        self.report, self.shape, self.folder, self.device = report, shape, folder, device
         self.model = model_of(shape, device)
         mesh = self.model.mesh
         self.params = jax.tree.map(
@@ -161,6 +185,20 @@ class CompileBench:
             {"tokens": tokens},
         )
 
+    def workers(self, slots: int, chunk: int, lora_rank: int, drafts: int) -> None:
+        """All programs of both workers whose largest step and chunk these are."""
+        from bench.absent import absent_model
+        from bench.decode_programs import decode_programs
+        from bench.prefill_programs import prefill_programs
+
+        opened = absent_model(self.shape, self.device, lora_rank)
+        sizes = {"context": opened.context_length, "lora_rank": lora_rank}
+        for program in decode_programs(opened, slots, drafts):
+            name = f"decode {program.name}"
+            self._compiled(name, program, sizes | {"slots": slots, "drafts": drafts})
+        for program in prefill_programs(opened, chunk):
+            self._compiled(f"prefill {program.name}", program, sizes | {"tokens": chunk})
+
     def _i32(self, sizes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
         from jax.sharding import PartitionSpec
 
@@ -177,8 +215,13 @@ class CompileBench:
     ) -> None:
         from model.programs import Program
 
+        program = Program(case, function, (self.params, self.pool, *args), donate=(1,))
+        self._compiled(case, program, sizes)
+
+    def _compiled(self, case: str, program: Any, sizes: dict[str, int]) -> None:
+        """Compile a program and report what it does."""
         start_s = time.monotonic()
-        program = Program(case, function, (self.params, self.pool, *args), donate=(1,)).compile()
+        program.compile()
         took_s = time.monotonic() - start_s
         text = str(program.compiled.as_text())
         if self.folder is not None:

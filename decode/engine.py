@@ -29,7 +29,7 @@ from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import GatheredRuns, PlacedRuns
 from model.pieces import NO_ADAPTER, Piece
-from model.placement import ExpertArgs
+from model.placement import ExpertArgs, PlacedExperts
 from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import (
     Asks,
@@ -119,6 +119,12 @@ class DecodeEngine:
     slots ask for, and nothing that the host would have to wait for.
     """
 
+    _params: Any
+    _experts: PlacedExperts
+    _runs: PlacedRuns
+    _dp_size: int
+    _rank_slots: int
+
     def __init__(
         self,
         opened: OpenedModel,
@@ -135,6 +141,56 @@ class DecodeEngine:
         most_saving: pages of each rank that may be gathered for a cache in host memory and not be
         there yet; 0: there is no such cache.
         """
+        self._prepare(opened, buckets, local, apart, most_saving)
+        self.plan: MemoryPlan
+        self._pool: Array
+        empty = self._empty_state(self._dp_size * self._rank_slots)
+        self._pool, self.plan, self.programs = make_pool(
+            opened,
+            mem_fraction,
+            max_total_tokens,
+            self._natural_pages(),
+            self._programs,
+            self._runs.spare_pages + most_saving,
+            self._state_bytes(empty),
+        )
+        self._params = self._experts.settle(self._params)
+        self._runs.settle()
+        self._state: SlotState = jax.device_put(empty, NamedSharding(opened.model.mesh, RANKS))
+        self._state_tree = jax.tree.structure(empty)
+        self.calls = Calls()
+        self.calls.add("admit", self._start)
+        self.calls.add("mask", self._mask)
+        self.calls.add("step", self._run_step)
+        if self._chunks is not None:
+            self.calls.add("chunk", self._run_chunk)
+            self.calls.add("sample", self._chunks.sample_first)
+        if spans_processes(opened.model.mesh):
+            self._warm_up()
+
+    @classmethod
+    def programs_of(
+        cls,
+        opened: OpenedModel,
+        buckets: DecodeBuckets,
+        num_pages: int,
+        local: PrefillBuckets | None = None,
+        most_saving: int = 0,
+    ) -> list[Program]:
+        """Those of an engine with so many pages, not compiled. Nothing of it need be in memory."""
+        engine = cls.__new__(cls)
+        engine._prepare(opened, buckets, local, None, most_saving)
+        return engine._programs(num_pages)
+
+    def _prepare(
+        self,
+        opened: OpenedModel,
+        buckets: DecodeBuckets,
+        local: PrefillBuckets | None,
+        apart: bool | None,
+        most_saving: int,
+    ) -> None:
+        """What all programs follow from."""
         draws_apart = not opened.model.on_cpu if apart is None else apart
         self._opened = opened
         self._model = opened.model
@@ -153,36 +209,9 @@ class DecodeEngine:
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
         self._set_mask: dict[int, Program] = {}
         self._runs = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
-        spare_pages = self._runs.spare_pages
         self._gathered: GatheredRuns | None = None
         if most_saving:
             self._gathered = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
-            spare_pages += most_saving
-        self.plan: MemoryPlan
-        self._pool: Array
-        empty = self._empty_state(all_slots)
-        self._pool, self.plan, self.programs = make_pool(
-            opened,
-            mem_fraction,
-            max_total_tokens,
-            self._natural_pages(),
-            self._programs,
-            spare_pages,
-            self._state_bytes(empty),
-        )
-        self._params = self._experts.settle(self._params)
-        self._runs.settle()
-        self._state: SlotState = jax.device_put(empty, NamedSharding(opened.model.mesh, RANKS))
-        self._state_tree = jax.tree.structure(empty)
-        self.calls = Calls()
-        self.calls.add("admit", self._start)
-        self.calls.add("mask", self._mask)
-        self.calls.add("step", self._run_step)
-        if self._chunks is not None:
-            self.calls.add("chunk", self._run_chunk)
-            self.calls.add("sample", self._chunks.sample_first)
-        if spans_processes(opened.model.mesh):
-            self._warm_up()
 
     @property
     def num_pages(self) -> int:

@@ -18,6 +18,7 @@ from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool
 from model.page_runs import GatheredRuns, PlacedRuns
 from model.pieces import Piece
+from model.placement import PlacedExperts
 from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import SampleOut
 from model.sharding import spans_processes
@@ -26,6 +27,10 @@ from prefill.scheduler import Prompt
 
 class PrefillEngine:
     """Owner of the prefill pool array and its programs."""
+
+    _params: Any
+    _experts: PlacedExperts
+    _chunks: ChunkPrograms[Prompt]
 
     def __init__(
         self,
@@ -42,17 +47,9 @@ class PrefillEngine:
         most_saving: pages of each rank that may be gathered for a cache in host memory and not be
         there yet; 0: there is no such cache.
         """
-        self._opened = opened
-        self._model = opened.model
-        self._params = opened.params
-        self._experts = opened.experts
-        self._buckets = buckets
-        self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length, apart)
-        self._runs = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
-        self._placed: PlacedRuns | None = None
+        self._prepare(opened, buckets, apart, most_saving)
         spare_pages = buckets.staged_pages + most_saving
-        if most_saving:
-            self._placed = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
+        if self._placed is not None:
             spare_pages += self._placed.spare_pages
         self.plan: MemoryPlan
         self._pool: Array
@@ -73,6 +70,30 @@ class PrefillEngine:
             self._placed.settle()
         if spans_processes(opened.model.mesh):
             self._warm_up(opened.dp_size)
+
+    @classmethod
+    def programs_of(
+        cls, opened: OpenedModel, buckets: PrefillBuckets, num_pages: int, most_saving: int = 0
+    ) -> list[Program]:
+        """Those of an engine with so many pages, not compiled. Nothing of it need be in memory."""
+        engine = cls.__new__(cls)
+        engine._prepare(opened, buckets, None, most_saving)
+        return engine._programs(num_pages)
+
+    def _prepare(
+        self, opened: OpenedModel, buckets: PrefillBuckets, apart: bool | None, most_saving: int
+    ) -> None:
+        """What all programs follow from."""
+        self._opened = opened
+        self._model = opened.model
+        self._params = opened.params
+        self._experts = opened.experts
+        self._buckets = buckets
+        self._chunks = ChunkPrograms(opened.model, buckets, opened.context_length, apart)
+        self._runs = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
+        self._placed: PlacedRuns | None = None
+        if most_saving:
+            self._placed = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
 
     @property
     def num_pages(self) -> int:
