@@ -48,4 +48,4 @@ def test_workers_of_a_shape_have_programs_for_all_that_they_do(name: str) -> Non
         names = {program.name.partition("[")[0] for program in programs}
         assert names == own | {"gather", "place"}
         assert ("lora" in programs[0]._args[0]) == bool(rank)
-    assert any(program.name.startswith("step[slots=2, drafts") for program in steps)
+    assert any(program.name.startswith("step[slots=1, drafts") for program in steps)
