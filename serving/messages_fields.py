@@ -11,7 +11,6 @@ import msgspec
 from serving.conversation import check_function
 from serving.errors import ApiError, bad_field, missing_field, not_served, quoted, wrong_type
 from serving.forms import JsonSchemaFormat, ResponseFormat
-from serving.grammar import wrong
 from serving.json_fields import NotServed, read_json, refuse
 from serving.message_input import messages_of_blocks
 from serving.openai_fields import ChatFields, ConversationFields, check_as_chat
@@ -197,6 +196,4 @@ def _response_format(fields: MessagesFields) -> ResponseFormat | None:
         return None
     if given.type != "json_schema":
         raise not_served(f"{format_name(fields)}.type {quoted(given.type)}")
-    if given.schema is None:
-        raise wrong(f"{format_name(fields)}.schema", "is required")
     return ResponseFormat("json_schema", JsonSchemaFormat(given.schema, strict=True))

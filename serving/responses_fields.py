@@ -11,7 +11,7 @@ import msgspec
 
 from serving.conversation import check_function, text_at
 from serving.errors import ApiError, bad_field, missing_field, not_served, quoted, wrong_type
-from serving.forms import JSON_FORMATS, JsonSchemaFormat, ResponseFormat
+from serving.forms import JsonSchemaFormat, ResponseFormat
 from serving.grammar import wrong
 from serving.json_fields import NotServed, read_json
 from serving.openai_fields import ChatFields, ConversationFields, check_as_chat
@@ -234,12 +234,8 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     given = None if text is None else text.format
     if given is None:
         return None
-    # The fields of a structural tag are not OpenAI's; they may stand beside `text`.
-    if given.type not in ("text", *JSON_FORMATS):
-        what = f"expected text, json_object or json_schema, got {quoted(given.type)}"
-        raise wrong("text.format.type", what)
-    if given.type == "json_schema" and given.schema is None:
-        raise wrong("text.format.schema", "is required")
+    if given.type == "structural_tag":  # its fields are not OpenAI's; they may stand beside `text`
+        raise wrong("text.format.type", "text, json_object or json_schema, got 'structural_tag'")
     if given.type != "json_schema":
         return ResponseFormat(given.type, schema=given.schema, strict=given.strict)
     schema = JsonSchemaFormat(given.schema, given.name, given.description, given.strict)

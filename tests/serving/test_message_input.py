@@ -215,7 +215,7 @@ def answers(*blocks: Any) -> dict[str, Any]:
         ({"output_config": {"task_budget": {"total": 9}}}, "output_config.task_budget: this"),
         ({"output_format": FORM, "output_config": {"format": FORM}}, "output_format: cannot go"),
         ({"output_format": {"type": "text"}}, "output_format.type 'text': this server"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: is"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: "),
         ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management: "),
         ({"mcp_servers": [{"name": "m"}]}, "mcp_servers: this server does not support it"),
         ({"container": "c"}, "container: this server does not support it"),
