@@ -117,6 +117,32 @@ def test_every_decision_that_is_named_is_there():
     assert [(path, number) for path, number in found if number.zfill(4) not in there] == []
 
 
+def anchors(page: str) -> set[str]:
+    """What links to headings of a page end in, as GitHub makes it of their texts."""
+    shown = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    headings = [text.strip().lower() for text in re.findall(r"^#+ (.*)$", shown, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in headings}
+
+
+def test_every_link_between_pages_leads_somewhere():
+    pages = {ROOT / path for path in tracked_files() if path.endswith(".md")}
+    texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    links = [
+        (path, target)
+        for path, text in texts.items()
+        for target in re.findall(r"\]\(([^)\s]+)\)", text)
+        if "://" not in target
+    ]
+    assert len(links) > 300
+    broken = []
+    for path, target in links:
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists() or (anchor and anchor not in anchors(texts[there])):
+            broken.append(f"{path.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
 DOC = '"""A file."""\n'
 BAD = [
     (house.imports_point_one_way, "model/a.py", "from transfer import wire"),
