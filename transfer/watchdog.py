@@ -1,8 +1,11 @@
 """Ends a process that stands still, so that whoever supervises it can start it again.
 
-A thread that hangs inside a library never comes back, and may keep Python's lock, without which no
-line of ours runs: not in another thread, not on the loop, not in a signal handler. faulthandler's
-timer needs no lock.
+A thread that hangs inside a library never comes back. While others run, a thread of Python's ends
+the process: it has Python's lock as it writes all stacks, so none of them changes meanwhile. The
+hanging thread may keep that lock, without which no line of ours runs: not in another thread, not on
+the loop, not in a signal handler. faulthandler's timer needs no lock, and ends the process then.
+Where threads do run, the timer would read stacks that change, which can crash: so it is the later
+of the two.
 """
 
 import asyncio
@@ -10,10 +13,13 @@ import contextlib
 import faulthandler
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 from transfer.checks import MAX_TIMEOUT_S, at_least, at_most
+from transfer.clock import SYSTEM_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +30,7 @@ HELP = (
     "never does"
 )
 _LOOKS = 10  # at the progress, in the time that it may stand still
+_LATER = 1.5  # by how much longer the timer waits: also longer than looks are late on a busy host
 
 
 def check(config: Any) -> None:
@@ -38,21 +45,65 @@ async def watch(timeout_s: float, *progress: Callable[[], int]) -> None:
     progress: numbers, each of which changes while a part of the process is well. Once one has been
     the same for timeout_s, or up to a tenth more, or if the loop does not run this task for as
     long, every thread's stack is written to stderr and the process exits with code 1, at once: its
-    peers see what they see when it is killed.
+    peers see what they see when it is killed. Where a thread keeps Python's lock, that takes half
+    as long again.
     """
     if not timeout_s:
         return
     seen: list[int | None] = [None] * len(progress)
     with _stderr_that_waits_for_nobody() as stderr:
+        ender = _Ender(timeout_s, stderr)
         try:
             while True:
                 now = [number() for number in progress]
                 all_new = all(new != old for new, old in zip(now, seen, strict=True))
-                if all_new and _is_set(timeout_s, stderr):
+                if all_new and _is_set(timeout_s * _LATER, stderr) and ender.put_off():
                     seen = [*now]
                 await asyncio.sleep(timeout_s / _LOOKS)
         finally:
+            ender.stop()
             faulthandler.cancel_dump_traceback_later()
+
+
+class _Ender:
+    """The thread that ends the process once nobody has put that off for timeout_s."""
+
+    def __init__(self, timeout_s: float, stderr: int) -> None:
+        self._timeout_s = timeout_s
+        self._stderr = stderr
+        self._since_s = 0.0  # monotonic
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def put_off(self) -> bool:
+        """False: nobody would end it, since the thread cannot be started."""
+        self._since_s = SYSTEM_CLOCK.monotonic_s()
+        if self._thread is None:
+            thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                return _cannot_watch(error)
+            self._thread = thread
+        return True
+
+    def stop(self) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._timeout_s / _LOOKS):
+            if SYSTEM_CLOCK.monotonic_s() - self._since_s >= self._timeout_s:
+                _end_process(self._timeout_s, self._stderr)
+
+
+def _end_process(timeout_s: float, stderr: int) -> None:
+    """Write all stacks, then exit."""
+    with contextlib.suppress(OSError):
+        os.write(stderr, f"Timeout ({timedelta(seconds=timeout_s)})!\n".encode())
+    faulthandler.dump_traceback(stderr)
+    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -76,7 +127,12 @@ def _is_set(timeout_s: float, stderr: int) -> bool:
     """Set the timer anew. False: there is none now, since its thread cannot be started."""
     try:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=stderr)
-    except RuntimeError as error:  # as many threads as this process may have
-        log.warning("nobody watches whether this process stands still: %s; trying again", error)
-        return False
+    except RuntimeError as error:
+        return _cannot_watch(error)
     return True
+
+
+def _cannot_watch(error: RuntimeError) -> bool:
+    """It has as many threads as it may."""
+    log.warning("nobody watches whether this process stands still: %s; trying again", error)
+    return False
