@@ -59,9 +59,11 @@ class Alone:
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":
-            self.worker = SimPrefill(plan, self.fabric, self.clock, self._publish)
+            self.worker = SimPrefill(plan, self.fabric, self.clock, publish=self._publish)
         else:
-            self.worker = SimDecode(plan, self.fabric, self.clock, self._publish, self._granted)
+            self.worker = SimDecode(
+                plan, self.fabric, self.clock, publish=self._publish, send_grants=self._granted
+            )
         open_stream(self.worker, API)
 
     def submit(self, room: int, num_tokens: int = 3, max_new: int = 4, **fields: object) -> None:

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from random import Random
+from typing import get_args
 
 from decode.config import ANY_PROMPT
 from prefill.balancer import METHODS, Method
+from serving.config import Policy
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class Plan:
     abort: float  # per request and tick
     hasty: float  # share of requests with a deadline too short for most of them
     dictated: float  # share of requests whose ranks are chosen outside
+    slow: float  # per streaming client
+    freeze: float
+    registry_death: float
+    drain_timeout_s: float
+    policy: Policy
+    max_inflight: int
+    max_retries: int = 1_000_000
 
 
 def draw_plan(rng: Random) -> Plan:
@@ -122,4 +131,10 @@ def draw_plan(rng: Random) -> Plan:
         abort=0.0015 * trouble,
         hasty=0.05 if trouble else 0.0,
         dictated=rng.choice((0.0, 0.3)),
+        slow=rng.choice((0.0, 0.005)),
+        freeze=0.001 * trouble,
+        registry_death=0.001 * trouble,
+        drain_timeout_s=rng.choice((0.3, 30.0, 30.0)) if trouble else 1e6,
+        policy=rng.choice(get_args(Policy)),
+        max_inflight=rng.choice((2, 8, 256)),
     )

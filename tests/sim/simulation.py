@@ -1,29 +1,34 @@
-"""The whole system from one seed: real bookkeeping, fake devices, a network that misbehaves.
+"""The whole system from one seed: its own code but for devices, sockets and HTTP, and trouble.
 
 After each event of each worker, its pages, slots and room states must add up; every token that any
 worker draws must be the one an undisturbed request would get; every request ends once; and when
 all is over, everything is free again, long before any deadline would have freed it.
 """
 
+import asyncio
+import contextlib
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
+from unittest.mock import patch
 
 import msgspec
 
-from decode.held import GrantFailed
-from tests.sim.api import Api, Line, Request
+from serving.router import ANY_RANKS, Ranks
+from tests.sim.api import Api
+from tests.sim.calls import ControlPlane, Process, VirtualLoop, turns
 from tests.sim.clocks import HostClock
 from tests.sim.grammars import WRONG
+from tests.sim.lives import RegistryLife, WorkerLife
 from tests.sim.network import ADAPTERS, FIRST_ID, SEEDS, VOCAB, breaking, expected_tokens
 from tests.sim.plan import Plan, WorkerPlan, draw_plan
-from tests.sim.transport import LONGEST_DELAY, Fabric, Net
-from tests.sim.workers import SimDecode, SimPrefill, run_now
+from tests.sim.requests import Request
+from tests.sim.transport import Fabric, Net
+from tests.sim.workers import SimDecode, SimPrefill
 from transfer import wire
 from transfer.clock import ManualClock
-from transfer.leaving import LINGER_S
 from transfer.room import State
-from transfer.worker import Drain, Worker
 
 GRAMMARS = ("", "", "", "", "", "", "", "0", "1", "2", "2", WRONG)
 TICK_S = 0.01
@@ -31,7 +36,9 @@ PATIENCE_S = 100_000.0  # of requests that are not hasty, so that no deadline he
 CLOCK_IS_SET = 0.02  # chance per tick
 IS_FLUSHED = 0.02  # chance per tick
 BREAKS = 0.1  # chance per request
-LINGER_TICKS = round(LINGER_S / TICK_S)
+STREAMED = 0.7  # chance per request that asks for nothing but text
+TURNS = 4  # of the event loop, twice in each tick
+QUIET_TICKS = 60  # longer than any message takes
 TROUBLE_TICKS = 200  # after the last arrival; more trouble later could free what is stuck
 PEACE_TICKS = 4_000  # enough for all requests that remain
 SETTLE_TICKS = 1_500  # longer than prefill keeps early grants
@@ -55,34 +62,21 @@ class Simulation:
         self._clock_rng = Random(f"clocks {seed}")
         self._other_rng = Random(f"others {seed}")
         self.fabric = Fabric(self.net, self.plan.corrupt)
-        self.workers: dict[str, SimPrefill | SimDecode] = {}  # by id, the living
+        self.plane = ControlPlane(self.net, seed, self.plan.lost_reply, self.plan.duplicate)
+        self.lives: dict[str, WorkerLife] = {}  # by id, the living
         self.apis: list[Api] = []
         self.requests: list[Request] = []
+        self._registry: RegistryLife | None = None
         self._plans = {plan.worker_id: plan for plan in (*self.plan.prefills, *self.plan.decodes)}
         self._owners: dict[int, Request] = {}
-        self._lines: dict[tuple[Worker, str], Line] = {}
-        self._num_lines = 0
-        self._linger_until: dict[Worker, int] = {}
         self._prefixes = [self._tokens(self.plan.limit_tokens) for _ in range(2)]
+        self._room_rng = Random(f"rooms {seed}")
 
     def run(self) -> Counter[str]:
         """Play to the end. Raises SimulationFailed."""
         try:
-            for plan in self._plans.values():
-                self._spawn(plan)
-            for _ in range(self.plan.num_apis):
-                self._start_api()
-            while len(self.requests) < self.plan.num_requests:
-                self._tick(trouble=True)
-            for _ in range(TROUBLE_TICKS):
-                self._tick(trouble=True)
-            for _ in range(PEACE_TICKS):
-                if all(request.end for request in self.requests):
-                    break
-                self._tick(trouble=False)
-            else:
-                raise AssertionError(f"stuck: {self._stuck()}")
-            self._settle()
+            with self._stood_in(), asyncio.Runner(loop_factory=self._loop) as runner:
+                runner.run(self._play())
         except Exception as error:
             raise SimulationFailed(
                 f"seed {self.seed}, tick {self.net.tick}: {error!r}; play it again with "
@@ -91,41 +85,118 @@ class Simulation:
         self.stats["ticks"] += self.net.tick
         self.stats.update(f"ended_{request.end}" for request in self.requests)
         self.stats["second_attempts_finished"] += sum(
-            request.end == "finished" and request.attempts > 1 for request in self.requests
+            request.end == "finished" and len(request.rooms) > 1 for request in self.requests
         )
         return self.stats
 
+    def _loop(self) -> VirtualLoop:
+        return VirtualLoop(self.time)
+
+    @contextlib.contextmanager
+    def _stood_in(self) -> Iterator[None]:
+        """Everything that the product opens to other processes goes over the simulated network."""
+        client, server = self.plane.client, self.plane.server
+        with contextlib.ExitStack() as stack:
+            for module in ("transfer.bootstrap", "serving.worker_link", "decode.grants"):
+                stack.enter_context(patch(f"{module}.RpcClient", client))
+            for module in ("transfer.bootstrap", "transfer.worker"):
+                stack.enter_context(patch(f"{module}.RpcServer", server))
+            stack.enter_context(patch("serving.plain_streams.LEAST_STREAMS", 1))
+            stack.enter_context(patch("serving.plain_streams.RECENT", 2))
+            stack.enter_context(
+                patch("serving.placement.secrets.randbits", self._room_rng.getrandbits)
+            )
+            watch = _ErrorLog(self.plane.errors)
+            logging.getLogger().addHandler(watch)
+            stack.callback(logging.getLogger().removeHandler, watch)
+            yield
+
+    async def _play(self) -> None:
+        try:
+            self._start_registry()
+            for plan in self._plans.values():
+                self._spawn(plan)
+            for _ in range(self.plan.num_apis):
+                self._start_api()
+            while len(self.requests) < self.plan.num_requests:
+                await self._tick(trouble=True)
+            for _ in range(TROUBLE_TICKS):
+                await self._tick(trouble=True)
+            for life in self.lives.values():
+                life.process.thaw()
+            for _ in range(PEACE_TICKS):
+                if all(request.end for request in self.requests):
+                    break
+                await self._tick(trouble=False)
+            else:
+                raise AssertionError(f"stuck: {self._stuck()}")
+            await self._settle()
+        finally:
+            await self._end_all()
+
+    async def _end_all(self) -> None:
+        """End all tasks while time still passes."""
+        for life in self.lives.values():
+            life.kill()
+        for api in self.apis:
+            api.die()
+        if self._registry is not None:
+            self._registry.kill()
+        for _ in range(QUIET_TICKS):
+            self.time.advance(TICK_S)
+            self.net.deliver()
+            await turns(TURNS)
+
     # --- one tick -------------------------------------------------------------------------------
 
-    def _tick(self, trouble: bool) -> None:
+    async def _tick(self, trouble: bool) -> None:
         self.time.advance(TICK_S)
         self.net.deliver()
         if len(self.requests) < self.plan.num_requests and self._chance(self.plan.arrival):
             self._arrive()
-        for api in self.apis:
-            api.tick(self.plan.abort if trouble else 0.0)
-        for worker in list(self.workers.values()):
+        if trouble:
+            for api in self.apis:
+                for request in list(api.live):
+                    if not request.end and self._chance(self.plan.abort):
+                        api.abort(request)
+                self._slow_down(api)
+        await turns(TURNS)
+        for life in list(self.lives.values()):
             # Slow workers shake up the order of events as a slow network does.
-            if self._chance(0.8):
-                self._turn(worker, trouble)
+            if self._chance(0.8) and not life.process.frozen:
+                self._turn(life, trouble)
+        await turns(TURNS)
         if trouble:
             self._misbehave()
+        if self.plane.errors:
+            raise self.plane.errors[0]
 
-    def _turn(self, worker: SimPrefill | SimDecode, trouble: bool) -> None:
+    def _slow_down(self, api: Api) -> None:
+        """Now and then a client of a stream does not read for a while."""
+        for streamed in api.streams.values():
+            if streamed.is_ready and self._other_rng.random() < self.plan.slow:
+                self.stats["clients_slow"] += 1
+                streamed.stop_reading()
+                self.net.after(self._other_rng.randrange(1, 100), streamed.read_on)
+
+    def _turn(self, life: WorkerLife, trouble: bool) -> None:
+        worker = life.worker
         for event in worker.inbox.drain(0.0):
             worker.handle(event)
             worker.check(self.stats)
         dies = trouble and self._chance(self.plan.worker_death * self._worth(worker))
         if dies and self._chance(self.plan.death_between):
-            self._kill(worker)
+            self._kill(life)
             return
         worker.turn()
         worker.progress += 1
         worker.check(self.stats)
         if dies:
-            self._kill(worker)
-        elif worker.handing_on and not worker.num_held() and self._lingered(worker):
-            self._leave(worker)
+            self._kill(life)
+        elif worker.handing_on and not worker.num_held():
+            worker.handing_on = False
+            worker.check_drained()
+            worker.leaving.emptied()
 
     def _worth(self, worker: SimPrefill | SimDecode) -> float:
         """Weight of a worker's death: larger if it has rooms in states that are rare."""
@@ -137,23 +208,31 @@ class Simulation:
         if self._clock_rng.random() < CLOCK_IS_SET:
             self.stats["clocks_set"] += 1
             self._clock_rng.choice(list(self._clocks.values())).set_wrong()
-        if self.workers and self._other_rng.random() < IS_FLUSHED:
-            self._flush(self._other_rng.choice(list(self.workers.values())))
-        if self.workers and self._chance(plan.drain):
-            self._drain(self.rng.choice(list(self.workers.values())))
+        lives = list(self.lives.values())
+        if lives and self._other_rng.random() < IS_FLUSHED:
+            self._flush(self._other_rng.choice(lives).worker)
+        if lives and self._chance(plan.drain):
+            self._drain(self.rng.choice(lives).worker)
+        if lives and self._other_rng.random() < plan.freeze:
+            self._freeze(self._other_rng.choice(lives).process)
         if self._chance(plan.data_break):
             self.fabric.break_one()
-        if self._lines and self._chance(plan.control_break):
-            lines = [line for line in self._lines.values() if line.open]
-            if lines:
+        if self._chance(plan.control_break):
+            connections = self.plane.connections()
+            if connections:
                 self.stats["control_breaks"] += 1
-                self._break_line(self.rng.choice(lines))
+                self.rng.choice(connections).break_()
         if self.apis and self._chance(plan.api_death):
             api = self.rng.choice(self.apis)
             self.apis.remove(api)
             self.stats["api_deaths"] += 1
             api.die()
             self.net.after(self.rng.randrange(1, 30), self._start_api)
+        if self._registry is not None and self._other_rng.random() < plan.registry_death:
+            self.stats["registry_deaths"] += 1
+            self._registry.kill()
+            self._registry = None
+            self.net.after(self._other_rng.randrange(1, 400), self._start_registry)
 
     def _flush(self, worker: SimPrefill | SimDecode) -> None:
         """Nothing stays cached but what rooms hold."""
@@ -165,123 +244,66 @@ class Simulation:
     # --- lives and deaths -----------------------------------------------------------------------
 
     def _spawn(self, plan: WorkerPlan) -> None:
-        worker: SimPrefill | SimDecode
+        self.stats["lives"] += 1
         clock = self._clock_of(plan.worker_id)
-        if plan in self.plan.prefills:
-            worker = SimPrefill(plan, self.fabric, clock, self._publish)
-        else:
-            worker = SimDecode(plan, self.fabric, clock, self._publish, self._send_grants)
-        self.workers[plan.worker_id] = worker
-        for api in self.apis:
-            self._open_line(api, worker)
+        process = self.plane.begin(f"{plan.worker_id}#{self.stats['lives']}")
+        make = SimPrefill if plan in self.plan.prefills else SimDecode
+        worker = make(plan, self.fabric, clock, process.security)
+        worker.drain_timeout_s = self.plan.drain_timeout_s
+        self.lives[plan.worker_id] = WorkerLife(self.plane, process.name, plan, worker, self._left)
 
     def _clock_of(self, host: str) -> HostClock:
         if host not in self._clocks:
             self._clocks[host] = HostClock(self.time, self._clock_rng)
         return self._clocks[host]
 
-    def _start_api(self) -> None:
-        name = f"api-{self.stats['apis']}"
-        api = Api(name, self.net, self._clock_of(name), self._owners)
-        self.stats["apis"] += 1
-        self.apis.append(api)
-        for worker in self.workers.values():
-            self._open_line(api, worker)
+    def _start_registry(self) -> None:
+        self.stats["registries"] += 1
+        name = f"registry#{self.stats['registries']}"
+        self._registry = RegistryLife(self.plane, name, self._clock_of("registry"))
 
-    def _kill(self, worker: SimPrefill | SimDecode) -> None:
+    def _start_api(self) -> None:
+        name = f"api#{self.stats['apis']}"
+        self.stats["apis"] += 1
+        clock = self._clock_of(name)
+        told = self.requests, self._owners, self._workers
+        self.apis.append(Api(name, self.plane, clock, self.plan, *told))
+
+    def _workers(self) -> list[SimPrefill | SimDecode]:
+        return [life.worker for life in self.lives.values()]
+
+    def _kill(self, life: WorkerLife) -> None:
         """The worker loses all its state; another incarnation comes later."""
+        worker = life.worker
         for held in worker._held.values():
             self.stats[f"{worker.role}_died_{held.room.state.value}"] += 1
         self.stats[f"{worker.role}_deaths"] += 1
-        worker_id = worker.worker_id()
-        del self.workers[worker_id]
-        if isinstance(worker, SimPrefill):
-            worker.sender.close()
-        else:
-            worker.receiver.close()
-        for (owner, _), line in list(self._lines.items()):
-            if owner is worker:
-                line.break_()
-                del self._lines[worker, line.api_id]
-        self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(self._plans[worker_id]))
+        del self.lives[life.plan.worker_id]
+        life.kill()
+        self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(life.plan))
 
     def _drain(self, worker: SimPrefill | SimDecode) -> None:
-        """Tell a worker to leave.
-
-        API processes hear of it from the worker alone, which is the latest that they can.
-        """
+        """Tell a worker to leave."""
         if worker.leaving.draining:
             return
         for held in worker._held.values():
             self.stats[f"{worker.role}_drains_{held.room.state.value}"] += 1
-        worker.leaving.draining = True
-        worker.inbox.post(Drain())
-        self._linger_until[worker] = self.net.tick + LINGER_TICKS
+        worker.drain()
 
-    def _lingered(self, worker: Worker) -> bool:
-        return self.net.tick >= self._linger_until[worker]
-
-    def _leave(self, worker: SimPrefill | SimDecode) -> None:
+    def _left(self, life: WorkerLife) -> None:
         """A drained worker leaves: all it has sent still arrives, and a new life comes later."""
-        self.stats[f"{worker.role}_drained"] += 1
-        worker.check_drained()
-        worker_id = worker.worker_id()
-        del self.workers[worker_id]
-        for (owner, api_id), line in list(self._lines.items()):
-            if owner is worker:
-                del self._lines[worker, api_id]
-                line.farewell()
-        # It waits until all have read its last message: the break then concerns only ended rooms.
-        data_plane = worker.sender if isinstance(worker, SimPrefill) else worker.receiver
-        self.net.after(LONGEST_DELAY, data_plane.close)
-        again = LONGEST_DELAY + self.rng.randrange(2, 40)
-        self.net.after(again, lambda: self._spawn(self._plans[worker_id]))
+        role, drained = life.worker.role, life.worker.leaving.drained
+        self.stats[f"{role}_drained" if drained else f"{role}_not_drained"] += 1
+        del self.lives[life.plan.worker_id]
+        again = 300 + self.rng.randrange(2, 40)
+        self.net.after(again, lambda: self._spawn(life.plan))
 
-    def _open_line(self, api: Api, worker: SimPrefill | SimDecode) -> None:
-        """Called whenever an API process and a worker find each other; each line has a new name."""
-        self._num_lines += 1
-        line = Line(api, worker, f"{api.name}.{self._num_lines}", self.plan.lost_reply)
-        line.duplicate = self.plan.duplicate
-        self._lines[worker, line.api_id] = line
-        api.lines.append(line)
-
-    def _break_line(self, line: Line) -> None:
-        line.break_()
-        del self._lines[line.worker, line.api_id]
-
-        def again() -> None:
-            if line.api.alive and self.workers.get(line.worker.worker_id()) is line.worker:
-                self._open_line(line.api, line.worker)
-
-        self.net.after(self.rng.randrange(5, 60), again)
-
-    # --- what workers send ----------------------------------------------------------------------
-
-    def _publish(self, worker: Worker, batches: dict[str, wire.StepBatch]) -> None:
-        for api_id, batch in batches.items():
-            line = self._lines.get((worker, api_id))
-            if line is not None:
-                line.steps(batch)
-
-    def _send_grants(self, decode: Worker, address: str, grants: tuple[wire.Grant, ...]) -> None:
-        """A separate call: it may overtake others, and its reply may be lost."""
-        host = address.partition(":")[0]
-
-        def arrive() -> None:
-            prefill = self.workers.get(host)
-            lost = self._chance(self.plan.lost_reply)
-            if prefill is not None:
-                assert isinstance(prefill, SimPrefill)
-                run_now(prefill._granted(wire.GrantBatch(grants)))
-            if prefill is None or lost:
-                self.net.after(self.net.delay(), failed)
-
-        def failed() -> None:
-            self.stats["grants_failed"] += 1
-            rooms = tuple(grant.room for grant in grants)
-            decode.inbox.post(GrantFailed(rooms, "no answer"))
-
-        self.net.after(self.net.delay(), arrive)
+    def _freeze(self, process: Process) -> None:
+        """It gets no processor for a while: nothing that it does or hears goes on."""
+        if not process.frozen:
+            self.stats["freezes"] += 1
+            process.frozen = True
+            self.net.after(self._other_rng.choice((20, 200, 500)), process.thaw)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -310,10 +332,18 @@ class Simulation:
             salt=rng.choice(("", "", "tenant")),
             adapter=adapter,
             patience_s=patience_s,
-            is_dictated=self._chance(self.plan.dictated),
+            ranks=self._dictated() if self._chance(self.plan.dictated) else ANY_RANKS,
+            is_streamed=self._other_rng.random() < STREAMED and _shows_text_only(sampling),
         )
         self.requests.append(request)
         rng.choice(self.apis).take(request)
+
+    def _dictated(self) -> Ranks:
+        """Ranks that every worker of a role has."""
+        self.stats["dictated"] += 1
+        plan = self.plan
+        least = [min(worker.dp_size for worker in role) for role in (plan.prefills, plan.decodes)]
+        return Ranks(*(len(self.requests) % size for size in least))
 
     def _perhaps_breaking(
         self, prompt: Sequence[int], sampling: wire.SamplingParams, adapter: str
@@ -333,15 +363,19 @@ class Simulation:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    async def _settle(self) -> None:
         """Let everything under way arrive; then nobody may hold anything."""
+        quiet = 0
         for _ in range(SETTLE_TICKS):
-            self._tick(trouble=False)
-            if self.net.idle and all(self._idle(worker) for worker in self.workers.values()):
+            await self._tick(trouble=False)
+            quiet = quiet + 1 if all(map(self._idle, self._workers())) else 0
+            if quiet == QUIET_TICKS:
                 break
-        for worker in self.workers.values():
+        for worker in self._workers():
             worker.check_idle()
             self.stats.update({f"{worker.role}_{k}": v for k, v in worker.counters.items()})
+        for api in self.apis:
+            api.dispatcher.check_idle()
 
     def _idle(self, worker: SimPrefill | SimDecode) -> bool:
         try:
@@ -352,10 +386,26 @@ class Simulation:
 
     def _stuck(self) -> dict[int, tuple[int, str]]:
         return {
-            request.number: (request.room, api._where(request))
+            request.number: (request.rooms[-1] if request.rooms else 0, api.where(request))
             for api in self.apis
             for request in api.live
         }
+
+
+def _shows_text_only(sampling: wire.SamplingParams) -> bool:
+    return sampling.num_top_logprobs < 0 and sampling.prompt_logprobs_start < 0
+
+
+class _ErrorLog(logging.Handler):
+    """What the product logs as an error, it has caught: here it fails the simulation."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        super().__init__(logging.ERROR)
+        self._errors = errors
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._errors.append(error or AssertionError(record.getMessage()))
 
 
 def play(seed: int) -> Counter[str]:

@@ -26,9 +26,15 @@ from prefill.ranks import Ranks
 from prefill.scheduler import PrefillScheduler
 from prefill.shipping import Shipping
 from prefill.worker import PrefillWorker
+from serving.dispatch import Dispatcher
+from serving.generation import Generation
+from serving.limits import Limiter
+from serving.placement import Placement
+from serving.plain_streams import PlainStreams
+from serving.router import Router
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
-from transfer import wire
+from transfer import replies, wire
 from transfer.host_pages import HostMemory
 from transfer.inbound import Inbound
 from transfer.keeping import Keeping
@@ -119,16 +125,23 @@ HAPPENS = [
     "data_links_broken",
     "failed_peer_lost",
     "failed_gone",
-    "grants_failed",
+    "grant_replies_lost",
     "prefill_grants_expired",
     "prefill_decodes_behind",
     "prefill_gives_pages_up",
     "submits_doubled",
     "submit_replies_lost",
+    "abort_replies_lost",
+    "freezes",
+    "registry_deaths",
     "decode_pages_late",
     "replies_NACK",
     # hosts
     "clocks_set",
+    # streams
+    "told_by_columns",
+    "runs_of_several",
+    "clients_slow",
     # operators
     "flushes_amid_rooms",
 ]
@@ -179,6 +192,7 @@ def test_workers_that_leave_in_peace_cost_nobody_an_attempt() -> None:
     assert total["failed_draining"] > 10
     assert not total["failed_peer_lost"]
     assert not total["refused_peer_lost"]
+    assert not total["retried_peer_lost"]
 
 
 # --- faults ------------------------------------------------------------------------------------
@@ -314,6 +328,32 @@ def _failed_for_what_is_drawn_behind_an_end(complete_step: Any) -> Callable[...,
     return completed
 
 
+def _the_other_leg_goes_on(leave: Any) -> Callable[..., Any]:
+    return lambda self, generation, over_at, tell_workers=True: leave(
+        self, generation, over_at, False
+    )
+
+
+def _takes_tokens_as_they_come(accept: Any) -> Callable[..., Any]:
+    return lambda self, first_idx, *run: accept(self, len(self.token_ids), *run)
+
+
+def _pages_on_their_way_when_it_ended(finish: Any) -> Callable[..., Any]:
+    def finished(self: Dispatcher, generation: Generation) -> None:
+        generation.attempt_start -= 1  # as if decode had told its end
+        finish(self, generation)
+
+    return finished
+
+
+def _only_what_the_last_step_says(merge: Any) -> Callable[..., Any]:
+    return lambda steps: msgspec.structs.replace(merge(steps), events=steps[-1].events)
+
+
+def _nothing(_: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None
+
+
 def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
     return lambda self: 0
 
@@ -350,6 +390,17 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (ConstrainedSlots, "__len__", _masks_without_the_last_step),
         (PrefillWorker, "handle", _deaf_to(GrammarReady)),
         (DecodeWorker, "handle", _deaf_to(GrammarReady)),
+        (Placement, "_leave", _the_other_leg_goes_on),
+        (Placement, "worker_lost", _nothing),
+        (Placement, "place_waiting", _nothing),
+        (Router, "ended", _nothing),
+        (Generation, "accept", _takes_tokens_as_they_come),
+        (PlainStreams, "_fold", _nothing),
+        (PlainStreams, "hindered", _nothing),
+        (Dispatcher, "finish", _pages_on_their_way_when_it_ended),
+        (Dispatcher, "on_refused", _nothing),
+        (Limiter, "_admit_waiting", _nothing),
+        (replies, "merge", _only_what_the_last_step_says),
     ],
 )
 def test_a_fault_is_noticed(

@@ -32,15 +32,16 @@ class Net:
         self.rng = rng
         self.stats = stats
         self.tick = 0
-        self._due: list[tuple[int, int, Action]] = []
+        self._due: list[tuple[int, str, int, Action]] = []
         self._number = 0
 
-    def after(self, ticks: int, action: Action) -> None:
-        self.at(self.tick + ticks, action)
+    def after(self, ticks: int, action: Action, key: str = "") -> None:
+        self.at(self.tick + ticks, action, key)
 
-    def at(self, tick: int, action: Action) -> None:
+    def at(self, tick: int, action: Action, key: str = "") -> None:
+        """What is due at one tick is done in order of key, then as it was given."""
         self._number += 1
-        heapq.heappush(self._due, (tick, self._number, action))
+        heapq.heappush(self._due, (tick, key, self._number, action))
 
     def delay(self) -> int:
         """Ticks that a message takes; sometimes many."""
@@ -52,7 +53,7 @@ class Net:
         """Advance by one tick, and do what is due."""
         self.tick += 1
         while self._due and self._due[0][0] <= self.tick:
-            heapq.heappop(self._due)[2]()
+            heapq.heappop(self._due)[3]()
 
     @property
     def idle(self) -> bool:

@@ -93,7 +93,14 @@ def _hosts(plan: WorkerPlan, facts: PoolFacts) -> Hosts | None:
 class SimPrefill(PrefillWorker):
     """A prefill worker in simulated surroundings."""
 
-    def __init__(self, plan: WorkerPlan, fabric: Fabric, clock: Clock, publish: Publish) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        fabric: Fabric,
+        clock: Clock,
+        security: Security = SECURITY,
+        publish: Publish | None = None,
+    ) -> None:
         config = PrefillConfig(
             model_path=Path(),
             registry_address="",
@@ -105,7 +112,7 @@ class SimPrefill(PrefillWorker):
             max_queued_requests=plan.max_queued,
             transfer_queue_bytes=plan.queue_bytes,
         )
-        super().__init__(config, SECURITY, clock)
+        super().__init__(config, security, clock)
         stats = fabric.net.stats
         facts = _facts_of(plan)
         sender = SimSender(fabric, self.inbox.post, plan.max_frame_bytes)
@@ -135,7 +142,10 @@ class SimPrefill(PrefillWorker):
         self._watch = RoomWatch(Side.PREFILL)
 
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
-        self._publish(self, batches)
+        if self._publish is None:
+            super().publish(batches)
+        else:
+            self._publish(self, batches)
 
     def check(self, stats: Counter[str]) -> None:
         """Pages, rooms and states add up."""
@@ -191,8 +201,9 @@ class SimDecode(DecodeWorker):
         plan: WorkerPlan,
         fabric: Fabric,
         clock: Clock,
-        publish: Publish,
-        send_grants: SendGrants,
+        security: Security = SECURITY,
+        publish: Publish | None = None,
+        send_grants: SendGrants | None = None,
     ) -> None:
         config = DecodeConfig(
             model_path=Path(),
@@ -207,7 +218,7 @@ class SimDecode(DecodeWorker):
             speculative_algorithm="NGRAM" if plan.drafts else "NONE",
             speculative_num_draft_tokens=max(plan.drafts, 1),
         )
-        super().__init__(config, SECURITY, clock)
+        super().__init__(config, security, clock)
         stats = fabric.net.stats
         facts = _facts_of(plan)
         receiver = SimReceiver(
@@ -251,12 +262,21 @@ class SimDecode(DecodeWorker):
         self._watch = RoomWatch(Side.DECODE)
 
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
-        self._publish(self, batches)
+        if self._publish is None:
+            super().publish(batches)
+        else:
+            self._publish(self, batches)
 
     def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
-        function(*args)
+        if self._loop is None:
+            function(*args)
+        else:
+            super().on_loop(function, *args)
 
     def _send_grants(self, grants: dict[str, list[wire.Grant]]) -> None:
+        if self._grants_out is None:
+            super()._send_grants(grants)
+            return
         for address, batch in grants.items():
             self._grants_out(self, address, tuple(batch))
 
