@@ -444,16 +444,24 @@ def _machine() -> str:
     """What all programs of this process depend on, besides our sources."""
     client = jax.devices()[0].client
     versions = [importlib.metadata.version(name) for name in _VERSIONS]
-    if client.platform != "cpu":  # of plugins, and of NVIDIA's libraries
-        installed = importlib.metadata.distributions()
-        names = sorted((of.name, of.version) for of in installed)
-        versions += ["==".join(pair) for pair in names if pair[0].startswith(("jax", "nvidia"))]
+    if client.platform != "cpu":
+        versions += _libraries()
     processes = jax.process_index(), jax.process_count()
     machine: list[Any] = [client.platform_version, jax.device_count(), *processes, _processor()]
     machine += [os.environ.get(name) for name in processors.VARIABLES]
     if client.platform == "cpu":  # programs are cut for so many threads
         machine.append(processors.threads(jax.local_device_count()))
     return fingerprint((platform.python_version(), versions, machine, settings_of_programs()))
+
+
+def _libraries() -> list[str]:
+    """JAX's plugins and NVIDIA's libraries that are installed, with their versions."""
+    found = []
+    for installed in importlib.metadata.distributions():
+        name = installed.metadata.get("Name", "")  # none where pip left part of a library behind
+        if name.startswith(("jax", "nvidia")):
+            found.append(f"{name}=={installed.version}")
+    return sorted(found)
 
 
 def _processor() -> str:
