@@ -41,8 +41,9 @@ _PACKAGES = "model", "transfer", "prefill", "decode"  # all that programs may co
 _SOURCES = ".py", ".json"
 # Variables that XLA and the libraries below it look at.
 _FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32"
-# Settings that change no program.
-_ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
+# Settings that change no program: where they are kept, what is told of them, which GPUs are seen.
+_KEPT = "jax_compilation_cache", "jax_persistent_cache"
+_ASIDE = *_KEPT, "jax_log", "jax_dump", "jax_traceback", "jax_cuda_visible", "jax_rocm_visible"
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
 _DAY_S: Final = 86400.0
 _MOST_PARTS: Final = 4  # of one program

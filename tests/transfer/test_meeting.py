@@ -310,6 +310,16 @@ def test_nodes_compare_versions_flags_and_model_but_not_where_each_is() -> None:
     assert dummies["model digest"].endswith("-dummy")
 
 
+def test_nodes_of_one_host_may_see_different_gpus() -> None:
+    before = jax.config.values["jax_cuda_visible_devices"]
+    ours = settings_of(CONFIG, "prefill")
+    try:
+        jax.config.update("jax_cuda_visible_devices", "1")
+        assert settings_of(CONFIG, "prefill") == ours
+    finally:
+        jax.config.update("jax_cuda_visible_devices", before)
+
+
 def test_nodes_compare_adapters_by_name_and_content(tmp_path: Path) -> None:
     def told(*adapters: tuple[str, Path]) -> str:
         paths = tuple(NamedPath(*adapter) for adapter in adapters)
