@@ -58,6 +58,9 @@ STOP_TIMEOUT_S = 10.0
 # Parts that run beside each other, with the share of the device's memory that each has then.
 BESIDE = {"goldens": 0.04, "goldens-bfloat16": 0.04, "backends": 0.82}
 ALONE = 0.92
+# The variables with a process's share, of which JAX takes one: where both are set it finds no GPU,
+# and computes on the CPU. The second is deprecated.
+SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 RESULTS = ROOT / "bench" / "results" / "gpu_check.jsonl"
 assert PARTS.keys() == LIMITS_S.keys()
 
@@ -172,12 +175,13 @@ def _command(part: str, args: argparse.Namespace, limit_s: float, alone: bool) -
     if args.json:
         argv += ["--json", str(args.json)]
     environment = dict(os.environ)
+    is_told = any(environment.get(name) for name in SHARE)
     if part == "serving":  # the workers are processes of their own and share the device
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    elif alone:
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(ALONE))
-    else:
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(BESIDE[part])
+    elif not (alone and is_told):
+        for name in SHARE:
+            environment.pop(name, None)
+        environment[SHARE[0]] = str(ALONE if alone else BESIDE[part])
     return Command(argv, environment)
 
 

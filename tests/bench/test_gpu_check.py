@@ -64,15 +64,32 @@ def test_parts_that_take_all_they_may_end_within_eight_minutes(monkeypatch, caps
 
 
 def test_parts_that_only_check_numbers_run_beside_each_other_and_share_the_memory(monkeypatch):
+    for name in gpu_check.SHARE:
+        monkeypatch.delenv(name, raising=False)
     runs = Runs(monkeypatch)
     assert runs.main() == 0
     assert runs.seen[1] == CHECKED
     assert all(len(stage) == 1 for stage in [*runs.seen[:1], *runs.seen[2:]])
     shares = [
-        float(runs.commands[part].environment["XLA_PYTHON_CLIENT_MEM_FRACTION"])
+        float(runs.commands[part].environment["XLA_CLIENT_MEM_FRACTION"])
         for part in (*CHECKED, "steps")
     ]
     assert sum(shares[:3]) < shares[3] == gpu_check.ALONE
+
+
+@pytest.mark.parametrize("name", gpu_check.SHARE)
+def test_a_share_of_memory_that_is_told_is_left_to_parts_that_run_alone(monkeypatch, name):
+    """JAX refuses two variables for it, and then finds no GPU at all."""
+    for other in gpu_check.SHARE:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "0.5")
+    runs = Runs(monkeypatch)
+    runs.taken_s = dict.fromkeys(gpu_check.LIMITS_S, 1.0)
+    assert runs.main() == 0
+    for part in (*CHECKED, "steps", "serving"):
+        environment = runs.commands[part].environment
+        (told,) = (environment[each] for each in gpu_check.SHARE if each in environment)
+        assert (told == "0.5") == (part not in CHECKED)
 
 
 def test_a_part_that_is_not_begun_is_a_failure_only_where_it_was_named(monkeypatch, capsys):
