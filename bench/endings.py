@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130  # as transfer/exit_codes.py has it
@@ -76,6 +77,18 @@ def words_of(module: str) -> list[str]:
     `kvferry bench` passes -P: the current folder may have a model.py of its own.
     """
     return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module]
+
+
+def paths() -> dict[str, str]:
+    """The environment in which a server's own processes find our modules where this one did.
+
+    They do not look in the current folder. A clone that is not installed would have no server, and
+    one beside an installed one would measure the other's.
+    """
+    if sys.flags.safe_path:
+        return {}
+    root, told = str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (root, told)))}
 
 
 @contextlib.contextmanager

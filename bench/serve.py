@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.client import MALFORMED, Server, Trace, get_json, stream_completion
 from bench.dummy_model import flags_of, write_model
-from bench.endings import lifeline, words_of
+from bench.endings import lifeline, paths, words_of
 from bench.report import Report
 from bench.shapes import SHAPES
 from bench.surroundings import Surroundings
@@ -179,7 +179,7 @@ def started_server(arguments: list[str], api_key: str = "") -> Iterator[Server]:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(fd,),
-            env=os.environ | {LIFELINE_ENV: str(fd), API_KEY_ENV: api_key},
+            env=os.environ | paths() | {LIFELINE_ENV: str(fd), API_KEY_ENV: api_key},
         )
         try:
             if not wait_ready(server, process, START_TIMEOUT_S):

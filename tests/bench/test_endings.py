@@ -12,7 +12,7 @@ from subprocess import PIPE
 import psutil
 import pytest
 
-from bench.endings import deaf_children
+from bench.endings import deaf_children, paths
 from tests.cluster import has_ended, wait_until
 
 
@@ -166,3 +166,18 @@ def test_its_processes_find_our_modules_where_it_does(words: list[str], tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "tcp p50" in done.stdout
+
+
+def test_a_server_has_the_modules_of_the_clone_that_a_benchmark_runs_in(monkeypatch, tmp_path):
+    """Even where another clone is installed: rows name this one's commit."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (clone, told) = paths()["PYTHONPATH"].split(os.pathsep)
+    assert Path(clone, "serving", "launch.py").is_file()
+    assert told == str(tmp_path)
+
+
+def test_a_server_of_an_installed_benchmark_needs_no_paths():
+    code = "from bench.endings import paths; raise SystemExit(bool(paths()))"
+    root = str(Path(__file__).resolve().parents[2])
+    known = os.environ | {"PYTHONPATH": root}  # in place of an installation
+    subprocess.run([sys.executable, "-P", "-c", code], env=known, check=True)
