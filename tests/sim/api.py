@@ -20,7 +20,7 @@ from tests.sim.streams import Streamed
 from tests.sim.workers import SimDecode, SimPrefill
 from transfer import wire
 from transfer.clock import Clock
-from transfer.errors import Code
+from transfer.errors import Code, RequestError
 from transfer.rpc import Security
 
 
@@ -133,7 +133,7 @@ class Api:
             model_path=Path(),
             registry_address=REGISTRY,
             max_inflight_requests=plan.max_inflight,
-            queue_timeout_s=100_000.0,
+            queue_timeout_s=plan.queue_timeout_s,
             max_retries=plan.max_retries,
             policy=plan.policy,
             timeline_requests=0,
@@ -149,8 +149,8 @@ class Api:
     def take(self, request: Request) -> None:
         """A client sends a request."""
         now_s = self._clock.monotonic_s()
-        request.deadline_s = now_s + request.patience_s
-        request.now_s, request.errors = self._clock.monotonic_s, self._plane.errors
+        request.arrival_s, request.now_s = now_s, self._clock.monotonic_s
+        request.errors = self._plane.errors
         self.live[request] = None
         self._plane.run(self._serve(request, now_s))
 
@@ -170,7 +170,12 @@ class Api:
 
     async def _serve(self, request: Request, arrival_s: float) -> None:
         """As serving.answer.Runner does."""
-        ticket = await self.dispatcher.admit()
+        try:
+            ticket = await self.dispatcher.admit()
+        except RequestError as error:
+            del self.live[request]
+            request.on_error(error)
+            return
         try:
             if request.end:
                 return
@@ -187,7 +192,7 @@ class Api:
             streamed = self._stream(request, spec)
             request.may_be_told = False
             generation = self.dispatcher.submit(spec, streamed.sink if streamed else request)
-            self.live[request] = generation
+            self.live[request] = request.generation = generation
             request.may_be_told = True
             if streamed is None:
                 await request.over.wait()

@@ -8,6 +8,8 @@ from decode.config import ANY_PROMPT
 from prefill.balancer import METHODS, Method
 from serving.config import Policy
 
+NEVER = 100_000  # retries, and seconds
+
 
 @dataclass(frozen=True)
 class WorkerPlan:
@@ -65,7 +67,8 @@ class Plan:
     drain_timeout_s: float
     policy: Policy
     max_inflight: int
-    max_retries: int = 1_000_000
+    max_retries: int
+    queue_timeout_s: float
 
 
 def draw_plan(rng: Random) -> Plan:
@@ -134,7 +137,9 @@ def draw_plan(rng: Random) -> Plan:
         slow=rng.choice((0.0, 0.005)),
         freeze=0.001 * trouble,
         registry_death=0.001 * trouble,
-        drain_timeout_s=rng.choice((0.3, 30.0, 30.0)) if trouble else 1e6,
+        drain_timeout_s=rng.choice((0.3, 30.0, 30.0)) if trouble else NEVER,
         policy=rng.choice(get_args(Policy)),
         max_inflight=rng.choice((2, 8, 256)),
+        max_retries=rng.choice((1, 3, NEVER)) if trouble else NEVER,
+        queue_timeout_s=rng.choice((1.0, NEVER, NEVER)) if trouble else NEVER,
     )

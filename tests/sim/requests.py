@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serving.generation import FinishReason, Tokens
+from serving.generation import FinishReason, Generation, Tokens
 from serving.router import Ranks
 from tests.sim.engines import prompt_logprob
 from tests.sim.grammars import WRONG
@@ -47,7 +47,10 @@ class Request:
     patience_s: float
     ranks: Ranks  # that it dictates
     is_streamed: bool
-    deadline_s: float = 0.0  # by the clock of its API process
+    max_retries: int
+    queue_timeout_s: float
+    arrival_s: float = 0.0  # by the clock of its API process
+    generation: Generation | None = None  # once it was admitted
     tokens: list[int] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)  # of all attempts
     prefilled: bool = False
@@ -62,6 +65,10 @@ class Request:
         last = len(self.expected) - 1
         # Its logits are no numbers behind these tokens.
         self.breaks = not self.expected or not finish_of(self.expected[-1], last, self.sampling)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.arrival_s + self.patience_s
 
     def finish(self, how: str) -> None:
         assert not self.end, f"request {self.number} ended {self.end}, and again {how}"
@@ -114,7 +121,7 @@ class Request:
 
     @_checked
     def on_error(self, error: RequestError) -> None:
-        self._failed(error.code)
+        self._failed(error.code, is_begun=bool(self.tokens))
 
     @_checked
     def read(self, text: str, reason: str | None, code: Code | None) -> None:
@@ -125,7 +132,7 @@ class Request:
             self._ended_well(reason)
         else:
             assert whole.startswith(text), f"request {self.number}"
-            self._failed(code)
+            self._failed(code, is_begun=bool(text))
 
     def _ended_well(self, reason: str | None) -> None:
         assert not self.breaks
@@ -134,9 +141,16 @@ class Request:
         assert reason == ("stop" if is_stop else "length")
         self.finish("finished")
 
-    def _failed(self, code: Code) -> None:
+    def _failed(self, code: Code, is_begun: bool) -> None:
+        now_s, generation = self.now_s() + 1e-6, self.generation
+        waited = not is_begun and now_s >= self.arrival_s + self.queue_timeout_s
         if code is Code.DEADLINE:
-            assert self.now_s() >= self.deadline_s - 1e-6
+            assert now_s >= self.deadline_s
+        elif code is Code.QUEUE_FULL:
+            assert waited
+        elif code is Code.PEER_LOST:
+            assert generation is not None
+            assert waited or generation.retries > self.max_retries
         elif code is Code.INTERNAL:
             assert self.breaks
         else:

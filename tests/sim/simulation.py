@@ -333,6 +333,8 @@ class Simulation:
             adapter=adapter,
             patience_s=patience_s,
             ranks=self._dictated() if self._chance(self.plan.dictated) else ANY_RANKS,
+            max_retries=self.plan.max_retries,
+            queue_timeout_s=self.plan.queue_timeout_s,
             is_streamed=self._other_rng.random() < STREAMED and _shows_text_only(sampling),
         )
         self.requests.append(request)

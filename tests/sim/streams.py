@@ -15,7 +15,13 @@ from tests.serving.streaming import TOKENIZER, Bench
 from transfer import wire
 from transfer.errors import Code
 
-_CODES = {400: Code.BAD_REQUEST, 500: Code.INTERNAL, 504: Code.DEADLINE}
+_CODES = {
+    400: Code.BAD_REQUEST,
+    429: Code.QUEUE_FULL,
+    500: Code.INTERNAL,
+    503: Code.PEER_LOST,
+    504: Code.DEADLINE,
+}
 
 
 def text_of(token_ids: list[int], sampling: wire.SamplingParams) -> str:
