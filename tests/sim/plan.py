@@ -56,7 +56,7 @@ class Plan:
     control_break: float
     data_break: float
     corrupt: float  # per frame
-    lost_reply: float  # per grant or submit
+    lost_reply: float  # per grant, submit or abort
     duplicate: float  # per submit
     abort: float  # per request and tick
     hasty: float  # share of requests with a deadline too short for most of them
@@ -75,43 +75,14 @@ def draw_plan(rng: Random) -> Plan:
     """Draw a plan. A third of the seeds have no trouble, so that only load can be blamed there."""
     page_size = rng.choice((2, 4, 4, 8))
     context = page_size * rng.choice((8, 12))
-    logical_heads = 2
     window = rng.choice((0, 0, 1, page_size, 2 * page_size + 1))  # of the model they all serve
     trouble = 0.0 if rng.random() < 0.33 else rng.choice((0.5, 1.0, 2.0))
 
-    def worker(worker_id: str, full_lengths: float) -> WorkerPlan:
-        tp_size = rng.choice((1, 2, 4))
-        least = context // page_size  # one request of full length
-        return WorkerPlan(
-            worker_id=worker_id,
-            num_pages=int(least * full_lengths),
-            page_size=page_size,
-            context=context,
-            tp_size=tp_size,
-            logical_heads=logical_heads,
-            stored_heads=max(logical_heads, tp_size),
-            max_queued=rng.choice((4, 64)),
-            max_frame_bytes=rng.choice((1, 1 << 20)),
-            chunk_tokens=page_size * rng.choice((1, 1, 2, 6)),
-            chunk_seqs=rng.choice((1, 2, 4)),
-            run_pages=rng.choice((1, 3, 8)),
-            num_slots=rng.choice((2, 4, 8)),
-            headroom_pages=rng.choice((0, 1, 2)),
-            dp_size=rng.choice((1, 1, 2, 3)),
-            balancing=rng.choice(METHODS),
-            local_tokens=rng.choice((0, 0, context // 2, ANY_PROMPT)),
-            drafts=rng.choice((0, 0, 1, min(3, page_size - 1))),
-            window=window,
-            queue_bytes=rng.choice((0, 100, 1 << 30)),
-            host_pages=rng.choice((0, 1, 3, 3 * least)),
-        )
+    def worker(worker_id: str) -> WorkerPlan:
+        return _draw_worker(rng, worker_id, page_size, context, window)
 
-    prefills = tuple(
-        worker(f"prefill-{at}", rng.choice((1, 1, 1.5, 3))) for at in range(rng.choice((1, 2, 3)))
-    )
-    decodes = tuple(
-        worker(f"decode-{at}", rng.choice((1, 1, 1.5, 3))) for at in range(rng.choice((1, 2)))
-    )
+    prefills = tuple(worker(f"prefill-{at}") for at in range(rng.choice((1, 2, 3))))
+    decodes = tuple(worker(f"decode-{at}") for at in range(rng.choice((1, 2))))
     pages = min(plan.num_pages for plan in (*prefills, *decodes))
     limit_tokens = min(context, pages * page_size)
     return Plan(
@@ -142,4 +113,35 @@ def draw_plan(rng: Random) -> Plan:
         max_inflight=rng.choice((2, 8, 256)),
         max_retries=rng.choice((1, 3, NEVER)) if trouble else NEVER,
         queue_timeout_s=rng.choice((1.0, NEVER, NEVER)) if trouble else NEVER,
+    )
+
+
+def _draw_worker(
+    rng: Random, worker_id: str, page_size: int, context: int, window: int
+) -> WorkerPlan:
+    full_lengths, logical_heads = rng.choice((1, 1, 1.5, 3)), 2
+    tp_size = rng.choice((1, 2, 4))
+    least = context // page_size  # one request of full length
+    return WorkerPlan(
+        worker_id=worker_id,
+        num_pages=int(least * full_lengths),
+        page_size=page_size,
+        context=context,
+        tp_size=tp_size,
+        logical_heads=logical_heads,
+        stored_heads=max(logical_heads, tp_size),
+        max_queued=rng.choice((4, 64)),
+        max_frame_bytes=rng.choice((1, 1 << 20)),
+        chunk_tokens=page_size * rng.choice((1, 1, 2, 6)),
+        chunk_seqs=rng.choice((1, 2, 4)),
+        run_pages=rng.choice((1, 3, 8)),
+        num_slots=rng.choice((2, 4, 8)),
+        headroom_pages=rng.choice((0, 1, 2)),
+        dp_size=rng.choice((1, 1, 2, 3)),
+        balancing=rng.choice(METHODS),
+        local_tokens=rng.choice((0, 0, context // 2, ANY_PROMPT)),
+        drafts=rng.choice((0, 0, 1, min(3, page_size - 1))),
+        window=window,
+        queue_bytes=rng.choice((0, 100, 1 << 30)),
+        host_pages=rng.choice((0, 1, 3, 3 * least)),
     )
