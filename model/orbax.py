@@ -1,10 +1,12 @@
 """The Orbax form of a checkpoint: the tree as trained, restored straight into shardings."""
 
-import asyncio
+import itertools
+import math
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ from model.errors import ModelError
 from model.params import Leaf, Params, as_head, param_leaves, segments
 from model.quantised import open_checkpoint
 from model.sharding import Dims, Stacks
+from model.sources import Files, Index, Source
 from model.tensors import checked_sources
 from model.transformer import Model
 
@@ -31,6 +34,9 @@ _CODECS: Final = (
     {"name": "zstd", "configuration": {"level": 1}},
     {"name": "crc32c"},
 )
+_CHUNK_BYTES: Final = 32 << 20  # the most of a chunk before compression, where it can be split so
+_MESH_SPLITS: Final = 16  # into so many parts, at most, a mesh is taken to split a parameter
+_UNDER_WAY: Final = 8  # chunks that are compressed and written while the next one is read
 _MOST_TOLD: Final = 500  # characters of the library's text
 
 
@@ -57,12 +63,12 @@ def save_orbax(
 ) -> None:
     """Write the safetensors checkpoint `src` to the new folder `out` in Orbax form.
 
-    The tree is stacked by layer, unpadded and of model.dtype, so it fits every mesh; the host
-    holds all of it while it is written. Parameters carry checksums, which load_params compares.
+    The tree is stacked by layer, unpadded and of model.dtype, so it fits every mesh. The host
+    holds _UNDER_WAY chunks of it at a time. They carry checksums, which load_params compares.
     Config and tokenizer files are copied.
-    progress(done_bytes, total_bytes). Raises ModelError as load_params does, or when `out` is the
-    source or has parameters already; OSError when it cannot be written. What was begun is removed
-    when it fails.
+    progress(done_bytes, total_bytes): as chunks are read. Raises ModelError as load_params does, or
+    when `out` is the source or has parameters already; OSError when it cannot be written. What was
+    begun is removed when it fails.
     """
     ocp = _orbax()
     source_dir, target = Path(src), Path(out).absolute()
@@ -78,14 +84,11 @@ def save_orbax(
     total = sum(_canonical_bytes(leaf) for leaf in jax.tree.leaves(leaves))
     done = 0
 
-    def read(source: Any, leaf: Leaf) -> np.ndarray:
+    def read(num_bytes: int) -> None:
         nonlocal done
-        values = np.zeros(leaf.canonical, leaf.dtype)
-        source.fill(files, tuple(slice(0, size) for size in leaf.canonical), values)
-        done += values.nbytes
+        done += num_bytes
         if progress is not None:
             progress(done, total)
-        return values
 
     sources, is_new = checked_sources(files, whole), not target.exists()
     target.mkdir(parents=True, exist_ok=True)
@@ -96,11 +99,20 @@ def save_orbax(
             for file in sorted(source_dir.glob(pattern)):
                 if file.name != _NOT_COPIED:
                     shutil.copyfile(file, target / file.name)
-        tree = jax.tree.map(read, sources, leaves)
+        tree = jax.tree.map(lambda source, leaf: _Unread(files, source, leaf), sources, leaves)
         # Parameters come last, and have this name only once whole: it marks a folder as Orbax.
-        with ocp.Checkpointer(_checksumming()) as checkpointer:
+        under_way: deque[Any] = deque()
+        undo.callback(_wait_for, under_way)
+        with ocp.Checkpointer(_checksumming(under_way, read)) as checkpointer:
             checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
         undo.pop_all()
+
+
+def _wait_for(under_way: deque[Any]) -> None:
+    """Wait for all writes, even if one fails: what is begun is removed, and none may add to it."""
+    for write in under_way:
+        with suppress(Exception):
+            write.result()
 
 
 def _remove_begun(target: Path, is_new: bool) -> None:
@@ -110,34 +122,120 @@ def _remove_begun(target: Path, is_new: bool) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _checksumming() -> Any:
-    """A handler that writes trees of numpy arrays with _CODECS, for which Orbax has no option."""
+@dataclass(frozen=True)
+class _Unread:
+    """A parameter of which chunks are read when they are written; Orbax takes it for an array."""
+
+    files: Files
+    source: Source
+    leaf: Leaf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaf.canonical
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.leaf.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return _canonical_bytes(self.leaf)
+
+    def read(self, index: Index) -> np.ndarray:
+        values = np.zeros([part.stop - part.start for part in index], self.dtype)
+        self.source.fill(self.files, index, values)
+        return values
+
+
+def _chunk_shape(leaf: Leaf, is_stack: bool) -> tuple[int, ...]:
+    """Shape of a chunk: what is read, compressed and checked as one.
+
+    An axis is split only where meshes split it, and, of a stack, between layers. The former comes
+    first, up to _MESH_SPLITS parts: a device then reads little that others need.
+    """
+    chunk = list(leaf.canonical)
+    shared = [axis for axis, name in enumerate(leaf.spec) if name is not None]
+
+    def split(axis: int, most: int) -> int:
+        """Into how many parts the axis is split: by powers of two, as meshes do it."""
+        parts, others = 1, math.prod(chunk) // chunk[axis] * leaf.dtype.itemsize
+        while chunk[axis] > 1 and chunk[axis] * others > _CHUNK_BYTES and parts < most:
+            parts *= 2
+            chunk[axis] = -(-leaf.canonical[axis] // parts)
+        return parts
+
+    left = _MESH_SPLITS
+    for axis in shared:
+        left //= split(axis, left)
+    for axis in [*([0] if is_stack else []), *shared]:
+        split(axis, 2 * leaf.canonical[axis])
+    return tuple(chunk)
+
+
+def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Index]:
+    """Where the chunks are, in order."""
+    return itertools.product(
+        *(
+            [slice(first, min(first + step, size)) for first in range(0, size, step)]
+            for size, step in zip(shape, chunk, strict=True)
+        )
+    )
+
+
+def _checksumming(under_way: deque[Any], read: Callable[[int], None]) -> Any:
+    """A handler that writes trees of _Unread with _CODECS, for which Orbax has no option.
+
+    under_way: has whatever is being written. read(num_bytes) is called for each chunk.
+    """
     import tensorstore
     from orbax.checkpoint import PyTreeCheckpointHandler
     from orbax.checkpoint import type_handlers as types
 
-    async def write(values: np.ndarray, info: Any) -> None:
-        await info.await_path_creation()
-        shape = values.shape
-        spec = types.get_json_tspec_write(info, True, shape, shape, values.dtype, process_index=0)
+    def begin(value: _Unread, info: Any) -> Any:
+        chunk = _chunk_shape(value.leaf, is_stack=info.name.startswith("layers"))
+        shape, dtype = value.shape, value.dtype
+        spec = types.get_json_tspec_write(info, True, shape, chunk, dtype, process_index=0)
         spec["metadata"]["codecs"] = list(_CODECS)
-        store = await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
-        # Tensorstore need not copy all parameters: they do not change until they are written.
-        await store.write(values, can_reference_source_data_indefinitely=True)
+        return tensorstore.open(spec, create=True, open=True, context=info.ts_context)
+
+    async def ended() -> Any:
+        """What the oldest of them gives; it stays among them until then, whatever happens here."""
+        result = await under_way[0]
+        under_way.popleft()
+        return result
+
+    async def write(values: Sequence[_Unread], infos: Sequence[Any]) -> None:
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            under_way.append(begin(value, info))
+        stores = [await ended() for _ in values]
+        for value, store in zip(values, stores, strict=True):
+            for index in _chunks(value.shape, store.chunk_layout.write_chunk.shape):
+                if len(under_way) == _UNDER_WAY:
+                    await ended()
+                part = value.read(index)
+                read(part.nbytes)
+                # It does not change until it is written, so tensorstore need not copy it.
+                to = store[index]
+                under_way.append(to.write(part, can_reference_source_data_indefinitely=True))
+        while under_way:
+            await ended()
 
     class Checksumming(types.NumpyHandler):
         async def serialize(
-            self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Any = None
+            self, values: Sequence[_Unread], infos: Sequence[Any], args: Any = None
         ) -> list[Any]:
-            # Wait for all even if one fails: what is begun is removed, and none may add to it.
-            ended = await asyncio.gather(*map(write, values, infos), return_exceptions=True)
-            for failure in ended:
-                if isinstance(failure, BaseException):
-                    raise OSError(_told(failure)) from failure
+            try:
+                await write(values, infos)
+            except (ModelError, MemoryError):
+                raise
+            except Exception as error:  # the library raises nothing more specific
+                raise OSError(_told(error)) from error
             return []
 
     # There are no jax arrays, but the library warns when nothing handles them.
-    handlers = [(np.ndarray, Checksumming()), (Array, types.get_type_handler(Array))]
+    handlers = [(_Unread, Checksumming()), (Array, types.get_type_handler(Array))]
     registry = types.create_type_handler_registry(*handlers)
     return PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
 

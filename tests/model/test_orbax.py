@@ -1,6 +1,7 @@
 """A model saved in Orbax form is the same model, on every mesh."""
 
 import errno
+import math
 import re
 import resource
 import shutil
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, Shape
 from model import orbax
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.orbax import is_orbax, save_orbax
-from model.sharding import Stacks, make_mesh
+from model.params import param_leaves
+from model.sharding import Dims, Stacks, make_mesh
 from model.transformer import Model
 from model.weights import load_params, model_digest
 from tests.model.checkpoints import QWEN2, write_checkpoint
@@ -63,6 +67,31 @@ def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path
                 assert a.sharding == b.sharding
                 assert a.dtype == b.dtype
                 assert (np.asarray(a) == np.asarray(b)).all()
+
+
+def test_parameters_are_read_and_written_in_chunks_that_every_mesh_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax, "_CHUNK_BYTES", 40_000)
+    source, out, done = GOLDENS / "gpt_oss" / "model", tmp_path / "out", [0]
+    save_orbax(source, out, _model(source), lambda *got: done.append(got[0]))
+    assert max(after - before for before, after in pairwise(done)) <= 40_000
+    direct, restored = (load_params(path, _model(source, 2, 2)) for path in (source, out))
+    for a, b in zip(*map(jax.tree.leaves, (direct, restored)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("shape", [QWEN3_8B, QWEN3_30B_A3B, GPT_OSS_20B, DEEPSEEK_V2_LITE])
+def test_a_chunk_of_a_large_parameter_has_some_megabytes(shape: Shape) -> None:
+    leaves = orbax._flat(orbax._named(param_leaves(Dims(shape.cfg, 1, 1), jnp.dtype("bfloat16"))))
+    for name, leaf in leaves.items():
+        chunk = orbax._chunk_shape(leaf, is_stack=name[0] == "layers")
+        assert math.prod(chunk) * leaf.dtype.itemsize <= 32 << 20
+        assert math.prod(chunk) * leaf.dtype.itemsize >= 12 << 20 or chunk == leaf.canonical
+    if shape is QWEN3_8B:  # a device of eight needs no chunk of another's
+        for name, axis in (("qkv", 2), ("o", 1), ("gate_up", 3), ("down", 1)):
+            leaf = leaves["layers", "0", name]
+            assert leaf.canonical[axis] % (8 * orbax._chunk_shape(leaf, is_stack=True)[axis]) == 0
 
 
 def test_tokenizer_and_generation_files_come_along_but_no_safetensors_index(
@@ -214,13 +243,13 @@ def test_a_changed_bit_is_refused_on_every_mesh(tp: int, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_folders_with_and_without_checksums_load_alike(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_with_and_without_checksums_load_alike(dtype: str, tmp_path: Path) -> None:
     model = _model(LLAMA, dtype=dtype)
     save_orbax(LLAMA, tmp_path / "with", model)
-    monkeypatch.setattr(orbax, "_checksumming", ocp.PyTreeCheckpointHandler)
-    save_orbax(LLAMA, tmp_path / "without", model)
+    # As Orbax writes without our codecs: an older form of arrays, each in one chunk.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.restore(tmp_path / "with" / "params")
+        checkpointer.save(tmp_path / "without" / "params", args=ocp.args.PyTreeSave(tree))
     loaded = [load_params(path, model) for path in (tmp_path / "with", tmp_path / "without", LLAMA)]
     for values in zip(*map(jax.tree.leaves, loaded), strict=True):
         assert {value.dtype.name for value in values} == {dtype}
@@ -237,6 +266,7 @@ def _refusals(*paths: Path, tp: int = 1) -> list[str]:
     """What loading says, in a separate process: Orbax leaves reads behind that fail later."""
     script = """
 import sys
+from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, Shape
 from model import orbax
 from model.config import ModelConfig
 from model.errors import ModelError
