@@ -1,11 +1,13 @@
 """The Orbax form of a checkpoint: the tree as trained, restored straight into shardings."""
 
+import filecmp
 import itertools
 import math
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +16,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from model.claims import locked
 from model.errors import ModelError
 from model.params import Leaf, Params, as_head, param_leaves, segments
 from model.quantised import open_checkpoint
@@ -25,7 +28,10 @@ from model.transformer import Model
 _PARAMS: Final = "params"
 _MARK: Final = "_METADATA"
 # All files besides the weights that serving or people read.
-_COPIED: Final = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README*")
+_COPIED: Final = (
+    *("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt"),
+    *("LICENSE*", "README*"),
+)
 _NOT_COPIED: Final = "model.safetensors.index.json"
 # How the bytes of an array are encoded in a file. The last is a checksum: without it a changed bit
 # would go unnoticed.
@@ -41,11 +47,16 @@ _MOST_TOLD: Final = 500  # characters of the library's text
 
 
 def is_orbax(path: str | Path) -> bool:
-    """Whether the folder is one that save_orbax wrote, even if it is damaged."""
+    """Whether the folder is one that save_orbax wrote, even if it is damaged or unfinished."""
     folder, params = Path(path), Path(path) / _PARAMS
-    if params.is_dir() and not any(folder.glob("*.safetensors")):
+    if (params.is_dir() or _unfinished(folder)) and not any(folder.glob("*.safetensors")):
         return True
     return (params / _MARK).exists()
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """Parameters that are not whole, under the name that Orbax gives them until they are."""
+    return [*folder.glob(f"{_PARAMS}.orbax-*")]
 
 
 def _orbax() -> Any:
@@ -67,8 +78,8 @@ def save_orbax(
     holds _UNDER_WAY chunks of it at a time. They carry checksums, which load_params compares.
     Config and tokenizer files are copied.
     progress(done_bytes, total_bytes): as chunks are read. Raises ModelError as load_params does, or
-    when `out` is the source or has parameters already; OSError when it cannot be written. What was
-    begun is removed when it fails.
+    when `out` is the source, has parameters or other files of such names already, or another call
+    writes there; OSError when it cannot be written. What was begun is removed when it fails.
     """
     ocp = _orbax()
     source_dir, target = Path(src), Path(out).absolute()
@@ -76,8 +87,7 @@ def save_orbax(
         raise ModelError(f"{target}: is the folder of the source; expected a new folder")
     if is_orbax(source_dir):
         raise ModelError(f"{source_dir}: is in Orbax form already; expected safetensors")
-    if (target / _PARAMS).exists():
-        raise ModelError(f"{target / _PARAMS}: exists; expected a new folder")
+    _check_free(target)
     cfg, whole = model.cfg, Dims(model.cfg, 1, 1)
     files = open_checkpoint(source_dir, cfg.quantization, cfg.quantized_block)
     leaves = param_leaves(whole, model.dtype)
@@ -90,15 +100,16 @@ def save_orbax(
         if progress is not None:
             progress(done, total)
 
-    sources, is_new = checked_sources(files, whole), not target.exists()
+    sources, copies = checked_sources(files, whole), _copies(source_dir, target)
+    is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as undo:
+    with _reserved(target), ExitStack() as undo:
         undo.callback(_remove_begun, target, is_new)
         # Before parameters are read, which may take minutes: the folder may not be writable.
-        for pattern in _COPIED:
-            for file in sorted(source_dir.glob(pattern)):
-                if file.name != _NOT_COPIED:
-                    shutil.copyfile(file, target / file.name)
+        for file, to in copies:
+            undo.callback(to.unlink, missing_ok=True)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, to)
         tree = jax.tree.map(lambda source, leaf: _Unread(files, source, leaf), sources, leaves)
         # Parameters come last, and have this name only once whole: it marks a folder as Orbax.
         under_way: deque[Any] = deque()
@@ -106,6 +117,50 @@ def save_orbax(
         with ocp.Checkpointer(_checksumming(under_way, read)) as checkpointer:
             checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
         undo.pop_all()
+
+
+def _check_free(target: Path) -> None:
+    """Raises ModelError if the folder has parameters, which would be mixed with those to come."""
+    for found in (target / _PARAMS, *sorted(target.glob("*.safetensors"))):
+        if found.exists():
+            raise ModelError(f"{found}: exists; expected a new folder")
+
+
+def _copies(source: Path, target: Path) -> list[tuple[Path, Path]]:
+    """Files to copy, and where to: what a conversion that was cut off has copied need not be.
+
+    Raises ModelError for a file that cannot be read, or that another has the place of.
+    """
+    found = []
+    for file in sorted(path for pattern in _COPIED for path in source.glob(pattern)):
+        if file.name == _NOT_COPIED or (file.exists() and not file.is_file()):
+            continue
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+        to = target / file.relative_to(source)
+        if not to.is_file():
+            found.append((file, to))
+        elif not filecmp.cmp(file, to, shallow=False):
+            raise ModelError(f"{to}: exists, and is not as {file}; expected a new folder")
+    return found
+
+
+@contextmanager
+def _reserved(target: Path) -> Iterator[None]:
+    """Hold the folder, and its lock, so that no other conversion writes to it or removes it.
+
+    Raises ModelError if another does, or has filled it meanwhile.
+    """
+    held = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not locked(held, 0.0):
+            raise ModelError(f"{target}: another conversion writes there; expected a new folder")
+        _check_free(target)
+        yield
+    finally:
+        os.close(held)
 
 
 def _wait_for(under_way: deque[Any]) -> None:
@@ -117,7 +172,7 @@ def _wait_for(under_way: deque[Any]) -> None:
 
 def _remove_begun(target: Path, is_new: bool) -> None:
     """Remove a new folder; of an older one only the parameters, with Orbax's temporary folders."""
-    begun = [target] if is_new else [target / _PARAMS, *target.glob(f"{_PARAMS}.orbax-*")]
+    begun = [target] if is_new else [target / _PARAMS, *_unfinished(target)]
     for path in begun:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -356,6 +411,9 @@ def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf])
 
 def _stored(params: Path, checkpointer: Any) -> dict[tuple[str, ...], Any]:
     """What the folder says of each parameter: shape and dtype."""
+    if not params.exists() and _unfinished(params.parent):
+        what = "its conversion was cut off; run `kvferry convert` with this --output again"
+        raise ModelError(f"{params.parent}: {what}")
     try:
         metadata = checkpointer.metadata(params).item_metadata
     except Exception as error:  # the library raises nothing more specific

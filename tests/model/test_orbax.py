@@ -1,7 +1,9 @@
 """A model saved in Orbax form is the same model, on every mesh."""
 
 import errno
+import fcntl
 import math
+import os
 import re
 import resource
 import shutil
@@ -111,6 +113,62 @@ def test_tokenizer_and_generation_files_come_along_but_no_safetensors_index(
     assert model_digest(out) == model_digest(tmp_path / "copy")
 
 
+def test_the_template_for_chats_with_tools_comes_along_and_folders_do_not(tmp_path: Path) -> None:
+    source, out = shutil.copytree(LLAMA, tmp_path / "source"), tmp_path / "out"
+    template = source / "additional_chat_templates" / "tool_use.jinja"
+    for folder in (template.parent, source / "README_files", source / "backup.json"):
+        folder.mkdir()
+    template.write_text("{{ tools }}")
+    save_orbax(source, out, _model(source))
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert not {"README_files", "backup.json"} & {path.name for path in out.iterdir()}
+
+
+def test_a_file_that_cannot_be_copied_is_named_as_one_of_the_source(tmp_path: Path) -> None:
+    source = shutil.copytree(LLAMA, tmp_path / "source")
+    (source / "added_tokens.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"source/added_tokens.json: cannot be read: No such file"):
+        save_orbax(source, tmp_path / "out", _model(source))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kept", ["config.json", "model.safetensors"])
+def test_a_folder_with_another_model_is_left_as_it_was(kept: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(GOLDENS / "qwen3" / "model" / kept, out)
+    before = (out / kept).read_bytes()
+    with pytest.raises(ModelError, match=rf"out/{kept}: exists.*; expected a new folder"):
+        save_orbax(LLAMA, out, _model(LLAMA))
+    assert [path.name for path in out.iterdir()] == [kept]
+    assert (out / kept).read_bytes() == before
+
+
+def test_a_folder_that_another_conversion_writes_to_is_left_to_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    unfinished = out / "params.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    held = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ModelError, match=r"out: another conversion writes there; expected a"):
+            save_orbax(LLAMA, out, _model(LLAMA))
+    finally:
+        os.close(held)
+    assert [*out.iterdir()] == [unfinished]
+
+
+def test_what_a_conversion_that_was_cut_off_has_left_is_told_and_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_orbax(LLAMA, out, _model(LLAMA))
+    (out / "params").rename(out / "params.orbax-checkpoint-tmp")
+    with pytest.raises(ModelError, match=r"out: its conversion was cut off; run `kvferry convert`"):
+        load_params(out, _model(LLAMA))
+    save_orbax(LLAMA, out, _model(LLAMA))
+    assert not list(out.glob("params.*"))
+    load_params(out, _model(LLAMA))
+
+
 @pytest.mark.parametrize("link", [False, True])
 def test_the_source_is_no_place_to_write_to(link: bool, tmp_path: Path) -> None:
     source = shutil.copytree(GOLDENS / "llama" / "model", tmp_path / "source")
@@ -161,8 +219,7 @@ def test_what_was_begun_goes_when_it_fails(
     with pytest.raises(OSError, match="No space left"):
         save_orbax(source, out, _model(source))
     assert out.exists() != is_new
-    assert not list(out.glob("params*"))
-    assert is_new or (out / "theirs").exists()
+    assert is_new or [*out.iterdir()] == [out / "theirs"]
 
 
 def test_a_folder_that_takes_no_more_is_told_in_one_line_and_left_as_it_was(tmp_path: Path) -> None:
