@@ -3,7 +3,9 @@
 import logging
 import signal
 from collections.abc import Sequence
+from typing import NoReturn
 
+import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
@@ -40,10 +42,11 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
         help="type of the stored weights; auto: the checkpoint's",
     )
     args = parser.parse_args(argv)
-    # Signals end the process at once: a conversion that is cut off must not exit as if done.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, _end)
+    # What is converted stays in the host's memory: the machine's accelerators may be a server's.
+    jax.config.update("jax_platforms", "cpu")
     cfg = ModelConfig.from_dir(args.model_path)
     dtype = cfg.torch_dtype if args.dtype == "auto" else args.dtype
     prepare_devices(1)
@@ -59,3 +62,8 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
         except OSError as error:
             raise ConfigError(f"--output {args.output}: cannot write there: {error}") from error
     terminal.say(f"kvferry: wrote {args.output}; try: kvferry up --model-path {args.output}")
+
+
+def _end(number: int, *_: object) -> NoReturn:
+    """Have what was begun removed. A conversion that is cut off must not exit as if done."""
+    raise SystemExit(128 + number)

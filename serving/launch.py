@@ -25,9 +25,11 @@ def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
     # A process that is told to end while modules load has nothing to say or to wait for. Later
     # `run_main` handles SIGINT, and the command itself the other two. Not SIG_DFL, with which the
-    # first process of a container would not receive them.
-    codes = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: 0, signal.SIGHUP: 0}
-    for number, code in codes.items():
+    # first process of a container would not receive them. A server ends well then; a conversion,
+    # which something may wait for, has not done what it was started for.
+    failed = sys.argv[1:2] == ["convert"]
+    codes = {n: 128 + n if failed else 0 for n in (signal.SIGTERM, signal.SIGHUP)}
+    for number, code in {signal.SIGINT: EXIT_INTERRUPTED, **codes}.items():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_, code=code: os._exit(code))
     from transfer import flags, terminal
