@@ -21,7 +21,7 @@ from model.errors import ModelError
 from model.params import Leaf, Params, as_head, param_leaves, segments
 from model.quantised import open_checkpoint
 from model.sharding import Dims, Stacks
-from model.sources import Files, Index, Source
+from model.sources import Files, Index, Source, fill
 from model.tensors import checked_sources
 from model.transformer import Model
 
@@ -199,7 +199,7 @@ class _Unread:
 
     def read(self, index: Index) -> np.ndarray:
         values = np.zeros([part.stop - part.start for part in index], self.dtype)
-        self.source.fill(self.files, index, values)
+        fill(self.source, self.files, index, values)
         return values
 
 

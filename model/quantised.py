@@ -21,6 +21,7 @@ _GROUP_BYTES: Final = 16
 _SCALE_MAX: Final = 252
 _MAGNITUDES: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FOUR_BITS: Final = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # the values of e2m1, by code
+_LARGEST_E4M3: Final = 448
 _TILE: Final = 64
 
 
@@ -85,7 +86,7 @@ class _Mxfp4(Quantised):
         part, within = _whole_groups(index)
         blocks = self.read_bytes(name + self._DATA, part)
         scales = self.read_bytes(name + self._SCALES, part)
-        self._check_largest(name, scales)
+        self._check_exponents(name, scales)
         return _turned(blocks, scales, _scaled_pairs(), within).view(ml_dtypes.bfloat16)
 
     def read_codes(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
@@ -99,11 +100,11 @@ class _Mxfp4(Quantised):
         groups = np.arange(columns.start, columns.stop, group) // _GROUP
         part = experts, rows, slice(int(groups[0]), int(groups[-1]) + 1)
         scales = self.read_bytes(name + self._SCALES, part)
-        self._check_largest(name, scales)
+        self._check_exponents(name, scales)
         exponents = scales[:, :, groups - groups[0]].transpose(0, 2, 1).astype(np.int32) - 127
         return np.ldexp(np.float32(1), exponents)
 
-    def _check_largest(self, name: str, scales: UInt8[np.ndarray, "..."]) -> None:
+    def _check_exponents(self, name: str, scales: UInt8[np.ndarray, "..."]) -> None:
         largest = int(scales.max())
         if largest > _SCALE_MAX:
             raise ModelError(
@@ -158,6 +159,7 @@ class _Fp8(Quantised):
         row_blocks, column_blocks = rows // self._block[0], columns // self._block[1]
         blocks = tuple(slice(int(of[0]), int(of[-1]) + 1) for of in (row_blocks, column_blocks))
         scales = self.read(name + self._SCALES, blocks).astype(np.float32)
+        self._check_largest(name + self._SCALES, scales, _LARGEST_E4M3)
         return scales[:, column_blocks - column_blocks[0]], row_blocks - row_blocks[0]
 
     def read_codes(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:

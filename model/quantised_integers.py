@@ -27,6 +27,7 @@ class _Integers(Quantised):
     _SCALES = "_scale"
     _SHOWN = "F32"
     _EACH: ClassVar[int]  # values in one stored entry
+    _LARGEST: ClassVar[int] = 128  # value, whatever its sign
     # Tensors that come with kinds of weights that are not implemented here.
     _FOREIGN: ClassVar[Mapping[str, str]] = {
         "_zero_point": "symmetric weights, which have none",
@@ -104,7 +105,9 @@ class _Integers(Quantised):
         """The scales of the groups from that of column `first` to that of column `last`."""
         groups = slice(self._nth_group(first), self._nth_group(last) + 1)
         part = slice(rows.start, rows.stop), groups
-        return self.read(name + self._SCALES, part)[:: rows.step].astype(np.float32)
+        scales = self.read(name + self._SCALES, part)[:: rows.step].astype(np.float32)
+        self._check_largest(name + self._SCALES, scales, self._LARGEST)
+        return scales
 
     def _around(
         self, name: str, index: tuple[slice, ...]
@@ -164,6 +167,7 @@ class Int4(_Packed):
     """Values from -8 to 7, eight in a word, some of a row to a scale."""
 
     _EACH = 2 * _WORD
+    _LARGEST = 8
 
     def _codes(self, stored: UInt8[np.ndarray, "rows bytes"], dtype: np.dtype) -> np.ndarray:
         return _pairs_of(dtype).take(stored, mode="clip").view(dtype).reshape(len(stored), -1)

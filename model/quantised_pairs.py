@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
+import ml_dtypes
 import numpy as np
 
 from model.checkpoint import Checkpoint
 from model.errors import ModelError
+
+_LARGEST: Final = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
 
 class Quantised(Checkpoint, ABC):
@@ -91,6 +94,18 @@ class Quantised(Checkpoint, ABC):
         if self.shape(scales) != shape:
             got_shape = list(self.shape(scales))
             raise ModelError(f"{self._at(scales)}: shape {got_shape}, expected {list(shape)}")
+
+    def _check_largest(self, scales: str, values: np.ndarray, code: int) -> None:
+        """Raises ModelError unless each of these scales times the largest code is finite.
+
+        In bfloat16, which holds hardly less than float32.
+        """
+        largest, most = float(np.abs(values).max()), _LARGEST / code
+        if largest > most:
+            raise ModelError(
+                f"{super()._at(scales)}: a scale of {largest:g}; accepted: up to {most:g}, whose "
+                "products are finite in bfloat16"
+            )
 
     @property
     def names(self) -> list[str]:

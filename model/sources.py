@@ -6,6 +6,9 @@ from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 
+from model.checkpoint import is_finite
+from model.errors import ModelError
+
 _TILE: Final = 64
 _LINE: Final = 64  # bytes of a line of the cache
 
@@ -374,6 +377,25 @@ class Scales:
 
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         self.of.fill(files, index, out)
+
+
+def fill(source: Source, files: Files, index: Index, out: np.ndarray) -> None:
+    """Source.fill. Raises ModelError for a number that `out` cannot hold.
+
+    Of the dtypes of parameters only float16 holds much less than those of tensors.
+    """
+    if out.dtype != np.float16:
+        source.fill(files, index, out)
+        return
+    with np.errstate(over="ignore"):
+        source.fill(files, index, out)
+        if is_finite(out):
+            return
+        for name, shape in source.expected():
+            if not is_finite(files.read(name, tuple(map(slice, shape))).astype(np.float16)):
+                break
+    most = f"{np.finfo(np.float16).max:,.0f}"
+    raise ModelError(f"tensor {name}: has a number beyond {most}, the most that float16 holds")
 
 
 def _within(part: slice, size: int) -> slice:

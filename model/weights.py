@@ -22,7 +22,7 @@ from model.orbax import is_orbax
 from model.params import Leaf, Params
 from model.quantised import open_checkpoint
 from model.sharding import Dims
-from model.sources import Files, Source
+from model.sources import Files, Source, fill
 from model.tensors import checked_sources, param_sources
 from model.transformer import Model
 
@@ -206,7 +206,7 @@ def _fill(
     """Fill a part of a parameter; what is stored repeatedly is read repeatedly."""
     axis = leaf.repeats
     if axis is None:
-        source.fill(files, index, out)
+        fill(source, files, index, out)
         return
     size, part = leaf.canonical[axis], index[axis]
     at = part.start
@@ -215,7 +215,7 @@ def _fill(
         count = min(size - first, part.stop - at)
         piece = (*index[:axis], slice(first, first + count), *index[axis + 1 :])
         into = (slice(None),) * axis + (slice(at - part.start, at - part.start + count),)
-        source.fill(files, piece, out[into])
+        fill(source, files, piece, out[into])
         at += count
 
 
