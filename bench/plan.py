@@ -42,6 +42,7 @@ from model.config import FP8, KVSpec, ModelConfig
 from model.config_quantised import codes_of
 from model.errors import ModelError
 from model.lora import Adapter, AdapterFiles, lora_shape, lora_sources, read_adapters
+from model.orbax import is_orbax, refuse_codes
 from model.page_runs import RUNS_PLACED_AHEAD
 from model.params import Leaf, lora_leaves, param_leaves
 from model.programs import mib
@@ -343,6 +344,9 @@ def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
     plan = flags.config_from(PlanConfig, args)
     cfg = ModelConfig.from_dir(plan.model_path)
     prefill, decode = (flags.config_from(GroupConfig, args, role) for role in ROLES)
+    if is_orbax(plan.model_path):
+        for config in (prefill, decode):
+            refuse_codes(plan.model_path, config.quantization)
     adapters = read_adapters(plan.lora_paths, cfg)
     runs = _buckets(plan, cfg, prefill.page_size).run_pages
     sizes = plan.device_memory_gib, adapters
@@ -452,7 +456,8 @@ def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
 def _stored(group: Group, tokens: int) -> list[str]:
     each = " of a rank" if group.config.dp_size > 1 else ""
     held = group.num_pages * group.config.page_size
-    lines = [_line("weights of a device", f"{_gib(group.weights_bytes)}, {group.shape.dtype}")]
+    kinds = group.shape.dtype + f", layers in {group.shape.codes}" * bool(group.shape.codes)
+    lines = [_line("weights of a device", f"{_gib(group.weights_bytes)}, {kinds}")]
     if group.lora_bytes:
         lines.append(_line("adapters of a device", mib(group.lora_bytes)))
     lines += [
@@ -472,6 +477,8 @@ def _line(what: str, value: str) -> str:
 
 
 def _gib(num_bytes: int) -> str:
+    if num_bytes < 1 << 30:
+        return mib(num_bytes)
     return f"{num_bytes / 2**30:.1f} GiB"
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from model.claims import locked
+from model.coded import CODE_DTYPES
 from model.errors import ModelError
 from model.params import Leaf, Params, as_head, param_leaves, segments
 from model.quantised import open_checkpoint
@@ -330,6 +331,14 @@ def stored_dtypes(folder: Path) -> dict[str, set[str]]:
     for name, stored in found.items():
         dtypes.setdefault(name[-1], set()).add(str(stored.dtype))
     return dtypes
+
+
+def refuse_codes(folder: Path, quantization: str) -> None:
+    """Raises ModelError if this value of --quantization asks for codes: such a folder has none."""
+    if quantization in CODE_DTYPES:
+        raise ModelError(
+            f"{folder}: in Orbax form; accepted with --quantization {quantization}: safetensors"
+        )
 
 
 def add_to_digest(folder: Path, digest: Any) -> None:

@@ -16,7 +16,6 @@ from model.checkpoint import Checkpoint
 from model.coded import CODE_DTYPES
 from model.coded_tensors import codes_to_keep, shown
 from model.config import ModelConfig
-from model.errors import ModelError
 from model.lora import Adapter, AdapterFiles, lora_sources
 from model.orbax import is_orbax
 from model.params import Leaf, Params
@@ -107,10 +106,7 @@ def coded_parameters(
     if dummy:
         return dims.coded_as_published(dims.codes)
     if is_orbax(folder):
-        if asked:
-            raise ModelError(
-                f"{folder}: in Orbax form; accepted with --quantization {quantization}: safetensors"
-            )
+        orbax.refuse_codes(folder, quantization)
         return ()
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
     return codes_to_keep(files, dims, asked)

@@ -1,6 +1,8 @@
 """A plan's figures for workers that do not run, against what real ones would have."""
 
 import dataclasses
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,15 @@ from typing import Any, cast
 import pytest
 
 from bench.floors import Ceilings, decode_step_cost, experts_touched, prefill_chunk_cost
-from bench.plan import Group, GroupConfig, PlanConfig, plan_group, report
-from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, Shape
+from bench.plan import Group, GroupConfig, PlanConfig, main, plan_group, report
+from bench.shapes import (
+    DEEPSEEK_V2_LITE,
+    DEMO_MOE,
+    GPT_OSS_20B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    Shape,
+)
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.lora import lora_shape, read_adapters
@@ -244,6 +253,28 @@ def test_codes_of_a_plan_are_what_the_checkpoint_has_or_refused() -> None:
         plan_group(eight, dataclasses.replace(config, quantization="auto"), 40.0)
     with pytest.raises(ModelError, match=r"--quantization fp8: .* weights are int8-packed, "):
         plan_group(eight, dataclasses.replace(config, quantization="fp8"), 139.0)
+
+
+def test_what_a_device_holds_is_told_with_its_codes_in_units_that_fit_it() -> None:
+    config = GroupConfig(dtype="bfloat16", quantization="fp8")
+    large, small = (plan_group(shape.cfg, config, 139.0) for shape in (QWEN3_30B_A3B, DEMO_MOE))
+    lines = report(PLAN, large, large)
+    assert "  weights of a device         29.9 GiB, bfloat16, layers in fp8" in lines
+    plan = dataclasses.replace(PLAN, input_tokens=64, output_tokens=8)
+    (line,) = {x for x in report(plan, small, small) if "weights of a device" in x}
+    assert re.fullmatch(
+        r"  weights of a device +[1-9][0-9.]+ MiB, bfloat16(, layers in fp8)?", line
+    )
+
+
+def test_codes_of_a_folder_in_orbax_form_are_refused_as_a_worker_refuses_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "params").mkdir()
+    shutil.copy(GOLDENS / "qwen3_moe" / "model" / "config.json", tmp_path)
+    line = r"in Orbax form; accepted with --quantization int8: safetensors"
+    with pytest.raises(ModelError, match=line):
+        main(["--model-path", str(tmp_path), "--decode-quantization=int8"])
 
 
 def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> None:

@@ -91,8 +91,8 @@ def test_a_chunk_of_a_large_parameter_has_some_megabytes(shape: Shape) -> None:
         assert math.prod(chunk) * leaf.dtype.itemsize <= 32 << 20
         assert math.prod(chunk) * leaf.dtype.itemsize >= 12 << 20 or chunk == leaf.canonical
     if shape is QWEN3_8B:  # a device of eight needs no chunk of another's
-        for name, axis in (("qkv", 2), ("o", 1), ("gate_up", 3), ("down", 1)):
-            leaf = leaves["layers", "0", name]
+        for matrix, axis in (("qkv", 2), ("o", 1), ("gate_up", 3), ("down", 1)):
+            leaf = leaves["layers", "0", matrix]
             assert leaf.canonical[axis] % (8 * orbax._chunk_shape(leaf, is_stack=True)[axis]) == 0
 
 
