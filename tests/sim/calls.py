@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tests.sim.transport import Action, Net
+from tests.sim.transport import Action, Net, delay
 from transfer import wire
 from transfer.clock import ManualClock
 from transfer.errors import RpcError, Unavailable
@@ -69,7 +69,6 @@ class ControlPlane:
         self.processes: dict[str, Process] = {}
         self.servers: dict[str, SimServer] = {}  # by address
         self.errors: list[BaseException] = []  # of handlers, which must raise nothing but RpcError
-        self.on_message: Callable[[str, str, msgspec.Struct], None] = lambda *_: None
         self._num_connections = Counter[str]()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -180,8 +179,8 @@ class Connection:
         for process in (self.client, self.server.process):
             process.connections.pop(self, None)
         net = self.plane.net
-        net.after(_delay(self.rng), self._client_notices, self.name)
-        net.after(_delay(self.rng), self._server_notices, self.name)
+        net.after(delay(self.rng), self._client_notices, self.name)
+        net.after(delay(self.rng), self._server_notices, self.name)
 
     def _client_notices(self) -> None:
         for feed in self._waiting:
@@ -263,7 +262,7 @@ class Path:
             self._source.held.append(lambda: self._send(action, arrived))
             return
         net, rng = self._connection.plane.net, self._connection.rng
-        self._last = max(self._last, net.tick + _delay(rng))
+        self._last = max(self._last, net.tick + delay(rng))
         net.at(self._last, lambda: self._arrive(action, arrived), self._name)
 
     def _arrive(self, action: Action, arrived: asyncio.Event) -> None:
@@ -339,9 +338,7 @@ class SimClient:
         connection = self._begin(name, request, feed)
         try:
             while (data := await feed.get()) is not None:
-                message = wire.decode(data, reply)
-                self._plane.on_message(self._process.name, name, message)
-                yield message
+                yield wire.decode(data, reply)
         finally:
             if connection is not None:
                 connection.forget(feed)
@@ -393,10 +390,6 @@ class SimOrderedCalls:
     def reset(self) -> None:
         for feed in self._under_way:
             feed.put(Unavailable("the stream of calls ended"))
-
-
-def _delay(rng: Random) -> int:
-    return rng.randrange(40) if rng.random() < 0.05 else rng.randrange(3)
 
 
 async def turns(count: int) -> None:

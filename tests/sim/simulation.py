@@ -299,7 +299,7 @@ class Simulation:
         self.net.after(again, lambda: self._spawn(life.plan))
 
     def _freeze(self, process: Process) -> None:
-        """It gets no processor for a while: nothing that it does or hears goes on."""
+        """Its engine stands still, and what it says and hears waits; but its timers go on."""
         if not process.frozen:
             self.stats["freezes"] += 1
             process.frozen = True

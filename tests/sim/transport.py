@@ -25,6 +25,11 @@ Action = Callable[[], object]
 LONGEST_DELAY = 40  # ticks; every message takes less
 
 
+def delay(rng: Random) -> int:
+    """Ticks that a message takes; sometimes many."""
+    return rng.randrange(LONGEST_DELAY) if rng.random() < 0.05 else rng.randrange(3)
+
+
 class Net:
     """Everything that is under way, by the tick at which it arrives."""
 
@@ -44,10 +49,7 @@ class Net:
         heapq.heappush(self._due, (tick, key, self._number, action))
 
     def delay(self) -> int:
-        """Ticks that a message takes; sometimes many."""
-        return (
-            self.rng.randrange(LONGEST_DELAY) if self.rng.random() < 0.05 else self.rng.randrange(3)
-        )
+        return delay(self.rng)
 
     def deliver(self) -> None:
         """Advance by one tick, and do what is due."""
