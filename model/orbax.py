@@ -41,9 +41,11 @@ _CODECS: Final = (
     {"name": "zstd", "configuration": {"level": 1}},
     {"name": "crc32c"},
 )
-_CHUNK_BYTES: Final = 32 << 20  # the most of a chunk before compression, where it can be split so
+# The most of a chunk before compression, where it can be split so. malloc gives memory of more than
+# 32 MiB back as soon as it is freed, and would keep most of smaller chunks.
+_CHUNK_BYTES: Final = 64 << 20
 _MESH_SPLITS: Final = 16  # into so many parts, at most, a mesh is taken to split a parameter
-_UNDER_WAY: Final = 8  # chunks that are compressed and written while the next one is read
+_UNDER_WAY: Final = 4  # chunks that are compressed and written while the next one is read
 _MOST_TOLD: Final = 500  # characters of the library's text
 
 
@@ -255,9 +257,12 @@ def _checksumming(under_way: deque[Any], read: Callable[[int], None]) -> Any:
         spec["metadata"]["codecs"] = list(_CODECS)
         return tensorstore.open(spec, create=True, open=True, context=info.ts_context)
 
-    async def ended() -> Any:
-        """What the oldest of them gives; it stays among them until then, whatever happens here."""
-        result = await under_way[0]
+    def ended() -> Any:
+        """What the oldest of them gives; it stays among them until then, whatever happens here.
+
+        Not awaited: nothing else runs in this loop, and what ends after the loop would complain.
+        """
+        result = under_way[0].result()
         under_way.popleft()
         return result
 
@@ -265,18 +270,18 @@ def _checksumming(under_way: deque[Any], read: Callable[[int], None]) -> Any:
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             under_way.append(begin(value, info))
-        stores = [await ended() for _ in values]
+        stores = [ended() for _ in values]
         for value, store in zip(values, stores, strict=True):
             for index in _chunks(value.shape, store.chunk_layout.write_chunk.shape):
                 if len(under_way) == _UNDER_WAY:
-                    await ended()
+                    ended()
                 part = value.read(index)
                 read(part.nbytes)
                 # It does not change until it is written, so tensorstore need not copy it.
                 to = store[index]
                 under_way.append(to.write(part, can_reference_source_data_indefinitely=True))
         while under_way:
-            await ended()
+            ended()
 
     class Checksumming(types.NumpyHandler):
         async def serialize(

@@ -88,8 +88,8 @@ def test_a_chunk_of_a_large_parameter_has_some_megabytes(shape: Shape) -> None:
     leaves = orbax._flat(orbax._named(param_leaves(Dims(shape.cfg, 1, 1), jnp.dtype("bfloat16"))))
     for name, leaf in leaves.items():
         chunk = orbax._chunk_shape(leaf, is_stack=name[0] == "layers")
-        assert math.prod(chunk) * leaf.dtype.itemsize <= 32 << 20
-        assert math.prod(chunk) * leaf.dtype.itemsize >= 12 << 20 or chunk == leaf.canonical
+        assert math.prod(chunk) * leaf.dtype.itemsize <= 64 << 20
+        assert math.prod(chunk) * leaf.dtype.itemsize >= 24 << 20 or chunk == leaf.canonical
     if shape is QWEN3_8B:  # a device of eight needs no chunk of another's
         for matrix, axis in (("qkv", 2), ("o", 1), ("gate_up", 3), ("down", 1)):
             leaf = leaves["layers", "0", matrix]
