@@ -132,3 +132,34 @@ def truncate(folder: Path) -> None:
     """Cut the end off the weights, as a download that broke off does."""
     file = folder / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)
+
+
+def told_while_loading(
+    folder: Path, module: str, name: str, number: signal.Signals
+) -> tuple[int, str]:
+    """Run a command, and send it a signal while `module` loads, which takes for ever.
+
+    Returns its exit code and all that it said.
+    """
+    # SIGINT acts as from a terminal, whatever started the tests.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from serving.launch import main; main()"
+    )
+    loads = "import threading\nprint('loading', flush=True)\nthreading.Event().wait()\n"
+    (folder / f"{module}.py").write_text(loads)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            rest, _ = process.communicate(timeout=END_TIMEOUT_S)
+        finally:
+            process.kill()
+    return process.returncode, rest

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +22,7 @@ from tests.serving.commands import (
     copy_of,
     refused,
     start,
+    told_while_loading,
     truncate,
 )
 
@@ -106,28 +105,7 @@ def test_up_whose_terminal_closes_stops_in_order(commands: list[Command], tmp_pa
 
 
 def test_ctrl_c_while_modules_load_ends_a_command_without_a_word(tmp_path: Path) -> None:
-    # SIGINT acts as from a terminal, whatever started the tests; one module takes long to load.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from serving.launch import main; main()"
-    )
-    (tmp_path / "grpc.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "up"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "loading\n"
-            process.send_signal(signal.SIGINT)
-            rest, _ = process.communicate(timeout=STOP_S)
-        finally:
-            process.kill()
-    assert rest == ""
-    assert process.returncode == 130
+    assert told_while_loading(tmp_path, "grpc", "up", signal.SIGINT) == (130, "")
 
 
 @pytest.mark.parametrize(
