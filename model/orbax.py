@@ -1,7 +1,7 @@
 """The Orbax form of a checkpoint: the tree as trained, restored straight into shardings."""
 
-import filecmp
 import itertools
+import json
 import math
 import os
 import shutil
@@ -79,7 +79,7 @@ def save_orbax(
 
     The tree is stacked by layer, unpadded and of model.dtype, so it fits every mesh. The host
     holds _UNDER_WAY chunks of it at a time. They carry checksums, which load_params compares.
-    Config and tokenizer files are copied.
+    Config and tokenizer files are copied; the config's dtype becomes model.dtype.
     progress(done_bytes, total_bytes): as chunks are read. Raises ModelError as load_params does, or
     when `out` is the source, has parameters or other files of such names already, or another call
     writes there; OSError when it cannot be written. What was begun is removed when it fails.
@@ -103,16 +103,16 @@ def save_orbax(
         if progress is not None:
             progress(done, total)
 
-    sources, copies = checked_sources(files, whole), _copies(source_dir, target)
+    sources, copies = checked_sources(files, whole), _copies(source_dir, target, model)
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     with _reserved(target), ExitStack() as undo:
         undo.callback(_remove_begun, target, is_new)
         # Before parameters are read, which may take minutes: the folder may not be writable.
-        for file, to in copies:
+        for to, content in copies:
             undo.callback(to.unlink, missing_ok=True)
             to.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, to)
+            to.write_bytes(content)
         tree = jax.tree.map(lambda source, leaf: _Unread(files, source, leaf), sources, leaves)
         # Parameters come last, and have this name only once whole: it marks a folder as Orbax.
         under_way: deque[Any] = deque()
@@ -129,8 +129,8 @@ def _check_free(target: Path) -> None:
             raise ModelError(f"{found}: exists; expected a new folder")
 
 
-def _copies(source: Path, target: Path) -> list[tuple[Path, Path]]:
-    """Files to copy, and where to: what a conversion that was cut off has copied need not be.
+def _copies(source: Path, target: Path, model: Model) -> list[tuple[Path, bytes]]:
+    """Files to write, and their content: what a conversion that was cut off has copied need not be.
 
     Raises ModelError for a file that cannot be read, or that another has the place of.
     """
@@ -139,15 +139,25 @@ def _copies(source: Path, target: Path) -> list[tuple[Path, Path]]:
         if file.name == _NOT_COPIED or (file.exists() and not file.is_file()):
             continue
         try:
-            file.open("rb").close()
+            content = file.read_bytes()
         except OSError as error:
             raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
         to = target / file.relative_to(source)
+        if file.name == "config.json" and model.cfg.torch_dtype != model.dtype.name:
+            content = _with_dtype(content, model.dtype.name)
         if not to.is_file():
-            found.append((file, to))
-        elif not filecmp.cmp(file, to, shallow=False):
+            found.append((to, content))
+        elif to.read_bytes() != content:
             raise ModelError(f"{to}: exists, and is not as {file}; expected a new folder")
     return found
+
+
+def _with_dtype(config: bytes, dtype: str) -> bytes:
+    """config.json that says of which dtype the parameters now are, under the name it has for it."""
+    fields = json.loads(config)
+    said = [name for name in ("torch_dtype", "dtype") if name in fields]
+    fields.update(dict.fromkeys(said or ["torch_dtype"], dtype))
+    return json.dumps(fields, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 @contextmanager

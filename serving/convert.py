@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from model import kernels
 from model.config import ModelConfig
 from model.devices import prepare_devices
 from model.orbax import save_orbax
@@ -16,8 +17,6 @@ from model.sharding import make_mesh
 from model.transformer import Model
 from transfer import flags, terminal
 from transfer.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
@@ -50,6 +49,7 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
     cfg = ModelConfig.from_dir(args.model_path)
     dtype = cfg.torch_dtype if args.dtype == "auto" else args.dtype
     prepare_devices(1)
+    logging.getLogger(kernels.__name__).setLevel(logging.WARNING)  # it is not computed with
     model = Model.create(cfg, make_mesh(1, 1), jnp.dtype(dtype), page_size=16)
     with tqdm(unit="B", unit_scale=True, desc="converting", disable=None) as bar:
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,8 +39,6 @@ from transfer.shm import host_identity
 from transfer.stops import finish_of
 from transfer.worker import Aborted, ApiGone, Drain, Submitted, Worker
 from transfer.worker_config import WorkerConfig
-
-log = logging.getLogger(__name__)
 
 API_GONE = "api_gone"  # why a room ended whose API process is gone: nobody is told
 # States in which a room has cost nothing yet but its place in a queue.

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,8 @@ def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path
         assert counts[-1][0] == counts[-1][1] > 0
         assert is_orbax(out)
         assert not is_orbax(source)
-        assert ModelConfig.from_dir(out) == ModelConfig.from_dir(source)
+        config = replace(ModelConfig.from_dir(source), torch_dtype="float32")
+        assert ModelConfig.from_dir(out) == config
         for tp, ep in meshes:
             # Several devices need padding; giving layers their own arrays there covers both forms.
             stacks = Stacks.ALL if tp == 1 else Stacks.NONE
@@ -111,6 +114,25 @@ def test_tokenizer_and_generation_files_come_along_but_no_safetensors_index(
     }
     shutil.copytree(out, tmp_path / "copy")
     assert model_digest(out) == model_digest(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("said", ["float32", None])
+def test_the_config_of_a_conversion_says_the_dtype_that_it_wrote(
+    name: str, said: str | None, tmp_path: Path
+) -> None:
+    source, out = shutil.copytree(LLAMA, tmp_path / "source"), tmp_path / "out"
+    config = json.loads((source / "config.json").read_text())
+    del config["torch_dtype"]
+    expected = config | {(name if said else "torch_dtype"): "bfloat16"}
+    config |= {name: said} if said else {}
+    (source / "config.json").write_text(json.dumps(config))
+    for _ in range(2):  # the second time in the same folder, as after a conversion that was cut off
+        save_orbax(source, out, _model(source, dtype="bfloat16"))
+        assert json.loads((out / "config.json").read_text()) == expected
+        shutil.rmtree(out / "params")
+    save_orbax(source, tmp_path / "as it was", _model(source))
+    assert (tmp_path / "as it was" / "config.json").read_text() == json.dumps(config)
 
 
 def test_the_template_for_chats_with_tools_comes_along_and_folders_do_not(tmp_path: Path) -> None:
@@ -197,7 +219,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_parameters_are_read(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-@pytest.mark.parametrize("failing", ["copyfile", "save"])
+@pytest.mark.parametrize("failing", ["write_bytes", "save"])
 def test_what_was_begun_goes_when_it_fails(
     is_new: bool, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +237,7 @@ def test_what_was_begun_goes_when_it_fails(
     if failing == "save":
         monkeypatch.setattr(ocp.Checkpointer, "save", save_part)
     else:
-        monkeypatch.setattr(shutil, "copyfile", fail)
+        monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(OSError, match="No space left"):
         save_orbax(source, out, _model(source))
     assert out.exists() != is_new
