@@ -134,8 +134,8 @@ def _transfers(states: Sequence[tuple[str, wire.WorkerState]]) -> Iterable[Metri
         labels=pair,
     )
     rate = GaugeMetricFamily(
-        "kvferry_transfer_gigabytes_per_second",
-        "10^9 bytes per second of writing pages, over the last 64 frames",
+        "kvferry_transfer_bytes_per_second",
+        "Bytes over seconds of writing pages, over the last 64 frames",
         labels=pair,
     )
     in_flight = GaugeMetricFamily(
@@ -158,7 +158,7 @@ def _transfers(states: Sequence[tuple[str, wire.WorkerState]]) -> Iterable[Metri
             who = [worker, told.backend, told.peer]
             moved.add_metric(who, told.num_bytes)
             took.add_metric(who, told.seconds)
-            rate.add_metric(who, told.recent_bytes_per_s / 1e9)
+            rate.add_metric(who, told.recent_bytes_per_s)
         if state.role == "prefill":
             in_flight.add_metric([worker], state.in_flight_bytes)
         waiting.add_metric([worker, state.role], state.grants_waiting)

@@ -4,6 +4,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -119,7 +120,7 @@ def test_transfers_are_shown_by_pair_and_failures_by_reason():
     assert read == {
         ("kvferry_transfer_bytes_total", *who): 3e9,
         ("kvferry_transfer_seconds_total", *who): 1.5,
-        ("kvferry_transfer_gigabytes_per_second", *who): 4.0,
+        ("kvferry_transfer_bytes_per_second", *who): 4e9,
         ("kvferry_transfer_in_flight_bytes", "p0"): 4096,
         ("kvferry_transfer_grants_waiting", "prefill", "p0"): 3,
         ("kvferry_transfer_grants_waiting", "decode", "d0"): 5,
@@ -178,13 +179,41 @@ async def test_every_metric_is_in_the_operators_guide():
     assert set(shown) - set(re.findall(r"kvferry_\w+", guide)) == set()
 
 
+async def test_every_metric_and_label_of_the_alerting_rules_is_one_that_there_is():
+    rules = (ROOT / "docs" / "alerts.yml").read_text()
+    states = [
+        wire.WorkerState(role, role, 1, wire.Load(pages_total=64), 0, 0, 0, 0, {}, {})
+        for role in ("prefill", "decode")
+    ]
+    async with live_server() as live:
+        metrics = live.dispatcher.metrics
+        metrics.set_states(states)
+        metrics.ended("error", 1.0)
+        metrics.retried("peer_lost")
+        families = text_string_to_metric_families(metrics.render().decode())
+    there: dict[str, set[str]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        there.setdefault(sample.name, set()).update(sample.labels)
+    asked = re.findall(r"(kvferry_\w+)(?:{(\w+)!?=\"\w+\"})?", rules)
+    assert len(asked) > 12
+    for name, label in asked:
+        assert name in there, name
+        assert not label or label in there[name], (name, label)
+    for labels, name in re.findall(r"by \(([\w, ]+)\) \((?:rate\(|increase\()?(\w+)", rules):
+        assert set(labels.split(", ")) <= there[name], (name, labels)
+
+
 def test_no_name_holds_a_type_or_ends_like_a_part_of_another_type():
     """promtool's rules for names, which operators may check: `promtool check metrics`."""
     metrics = Metrics()
     load = wire.Load(pages_total=64, pages_free=40)
-    metrics.set_states([wire.WorkerState("d0", "decode", 1, load, 0, 0, 0, 1, {"steps": 1.0}, {})])
+    state = wire.WorkerState("d0", "decode", 1, load, 0, 0, 0, 1, {"steps": 1.0}, {})
+    pair = wire.TransferPair("shm", "tcp://10.0.0.3:9002", 1, 1.0, 1.0)
+    metrics.set_states([msgspec.structs.replace(state, transfers=(pair,))])
     for family in text_string_to_metric_families(metrics.render().decode()):
         words = family.name.split("_")
         assert not {"counter", "gauge", "histogram", "summary"} & set(words), family.name
+        # In seconds and bytes themselves, not in thousands or millions of them.
+        assert not [x for x in words if re.fullmatch("(milli|micro|kilo|mega|giga).*", x)], words
         assert words[-1] not in ("bucket", "count", "sum", "total"), family.name
         assert family.documentation
