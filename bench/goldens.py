@@ -43,12 +43,14 @@ BFLOAT16_MEDIANS = {
     "gpt_oss": 0.093,
     "hunyuan_v1_dense": 0.012,
     "hunyuan_v1_moe": 0.016,
+    "hy_v3": 0.037,
     "llama": 0.036,
     "minimax_m2": 0.023,
     "mixtral": 0.040,
     "qwen2_moe": 0.019,
     "qwen3": 0.011,
     "qwen3_moe": 0.053,
+    "solar_open": 0.050,
 }
 
 

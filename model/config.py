@@ -26,6 +26,8 @@ ARCHITECTURES: Final = (
     "MiniMaxM2ForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
+    "HYV3ForCausalLM",
+    "SolarOpenForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM",
@@ -43,6 +45,8 @@ _THETA: Final = {
     "MiniMaxM2ForCausalLM": 5e6,
     "Ernie4_5ForCausalLM": 500000.0,
     "Ernie4_5_MoeForCausalLM": 500000.0,
+    "HYV3ForCausalLM": 11158840.0,
+    "SolarOpenForCausalLM": 1e6,
 }
 # Architectures that may rotate only a part of each head; the part where a checkpoint gives none.
 _PARTLY_TURNED: Final = {"Glm4MoeForCausalLM": 0.5, "MiniMaxM2ForCausalLM": 1.0}
@@ -242,12 +246,15 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     sources = [x for x in (generation, fields) if x is not None]
     eos = [token for source in sources for token in source.ids("eos_token_id")]
     attention = read_attention(fields, architecture)
+    # Without a dense layer, Solar Open need not say how wide one is.
+    dense = architecture != "SolarOpenForCausalLM"
+    unsaid = REQUIRED if dense else fields.integer("moe_intermediate_size")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         num_layers=fields.integer("num_hidden_layers"),
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", unsaid),
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields, architecture, attention["head_dim"]),
         tie_word_embeddings=fields.flag("tie_word_embeddings", architecture in ERNIE),

@@ -21,6 +21,7 @@ _O_UNBIASED: Final = (
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Glm4MoeForCausalLM",
+    "SolarOpenForCausalLM",
     "MiniMaxM2ForCausalLM",
 )
 # What transformers takes where a checkpoint has no such field; null is something else.
@@ -35,6 +36,8 @@ _KV_HEADS: Final = {
     "Ernie4_5ForCausalLM": 2,
     "Ernie4_5_MoeForCausalLM": 4,
     "MiniMaxM2ForCausalLM": 8,
+    "HYV3ForCausalLM": 8,
+    "SolarOpenForCausalLM": 8,
     "Glm4MoeForCausalLM": 8,
     "GptOssForCausalLM": 8,
 }
@@ -42,12 +45,15 @@ _HEAD_DIM: Final = {
     "Qwen3ForCausalLM": 128,
     "Ernie4_5ForCausalLM": 128,
     "MiniMaxM2ForCausalLM": 128,
+    "HYV3ForCausalLM": 128,
+    "SolarOpenForCausalLM": 128,
     "GptOssForCausalLM": 64,
 }
 _NORM_OF_HEADS: Final = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Dots1ForCausalLM",
+    "HYV3ForCausalLM",
     *HUNYUAN,
 )
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
@@ -109,6 +115,10 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
     if hunyuan:
         fields.only(_HUNYUAN_ONLY | {"attention_head_dim": head_dim})
         fields.one_of("norm_type", fields.raw("norm_type", "rms"), ("rms", "hf_rms"))
+    if architecture == "HYV3ForCausalLM":
+        fields.only({"qk_norm": True})
+    if architecture == "SolarOpenForCausalLM":
+        fields.only({"use_qk_norm": False})
     qkv_bias = _qkv_bias(fields, architecture)
     glm = architecture == "Glm4MoeForCausalLM"
     return {

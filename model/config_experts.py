@@ -9,7 +9,7 @@ from model.fields import REQUIRED, Fields
 # no other model: a config has to give them. Weights are normalised by default.
 _AS_V3_ITSELF: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 # Their scores are sigmoids, corrected when choosing experts.
-_THIRD: Final = (*_AS_V3_ITSELF, "Dots1ForCausalLM")
+_THIRD: Final = (*_AS_V3_ITSELF, "Dots1ForCausalLM", "SolarOpenForCausalLM")
 _DEEPSEEK: Final = ("DeepseekV2ForCausalLM", *_THIRD)
 _QWEN: Final = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 # In these every layer has experts, and intermediate_size is their width.
@@ -57,6 +57,8 @@ def read_experts(fields: Fields, architecture: str) -> dict[str, Any]:
         return _ernie_experts(fields)
     if architecture == "HunYuanMoEV1ForCausalLM":
         return _hunyuan_experts(fields)
+    if architecture == "HYV3ForCausalLM":
+        return _hy_experts(fields)
     if architecture in _EVERYWHERE:
         return _experts_everywhere(fields, architecture)
     return {"moe_layers": (False,) * fields.integer("num_hidden_layers")}
@@ -166,6 +168,22 @@ def _hunyuan_experts(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _hy_experts(fields: Fields) -> dict[str, Any]:
+    """Hy3's experts are chosen as DeepSeek V3's, out of one group, under names of its own."""
+    chosen_so = ("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "route_norm")
+    width = fields.integer("moe_intermediate_size")
+    fields.only(dict.fromkeys(chosen_so, True) | {"expert_hidden_dim": width})
+    scale = float(fields.number("router_scaling_factor", 2.826))
+    return {
+        **_counts(fields),
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": fields.integer("num_shared_experts", 1, low=0) * width,
+        "router": RouterConfig(sigmoid=True, normalise=True, scale=scale, correction=True),
+        "moe_layers": _layers_behind_dense(fields, 1),
+        "num_extra_layers": _extra_layers(fields),
+    }
+
+
 def _alike(fields: Fields, name: str, default: Any) -> Any:
     """An integer, or a list that has it for each layer."""
     value, num_layers = fields.raw(name, default), fields.integer("num_hidden_layers")
@@ -204,30 +222,39 @@ def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
     chosen = _chosen(fields, experts)
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.fail("moe_layer_freq", fields.raw("moe_layer_freq", 1), "1")
-    width = fields.integer("moe_intermediate_size")
+    width, solar = fields.integer("moe_intermediate_size"), architecture == "SolarOpenForCausalLM"
+    if solar:
+        fields.only({"first_k_dense_replace": 0})
+    shared = fields.integer("n_shared_experts", int(solar), low=0)
+    lists = architecture == "Glm4MoeLiteForCausalLM"
+    usual = REQUIRED if architecture in _AS_V3_ITSELF else 0
     return {
         "num_experts": experts,
         "num_experts_per_tok": chosen,
         "moe_intermediate_size": width,
-        "shared_intermediate_size": fields.integer("n_shared_experts", 0, low=0) * width,
+        "shared_intermediate_size": shared * width,
         "router": _deepseek_router(fields, architecture, experts, chosen),
-        "moe_layers": _layers_behind_dense(fields, architecture),
-        "num_extra_layers": fields.integer(
-            "num_nextn_predict_layers", 0, low=0, high=_MOST_EXTRA_LAYERS
-        ),
+        "moe_layers": _layers_behind_dense(fields, usual, lists),
+        "num_extra_layers": _extra_layers(fields),
     }
 
 
-def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
-    """Which layers have experts: the first are dense, as one of two fields says."""
+def _extra_layers(fields: Fields) -> int:
+    """Layers behind the last one that predict tokens further ahead."""
+    name = "num_nextn_predict_layers"
+    return int(fields.integer(name, 0, low=0, high=_MOST_EXTRA_LAYERS))
+
+
+def _layers_behind_dense(fields: Fields, usual: Any, lists: bool = True) -> tuple[bool, ...]:
+    """Which layers have experts: the first are dense, as one of two fields says.
+
+    usual: how many are dense if neither does. lists: whether mlp_layer_types is one of the two.
+    """
     num_layers = fields.integer("num_hidden_layers")
-    listed = None
-    if architecture == "Glm4MoeLiteForCausalLM":
-        listed = fields.raw("mlp_layer_types", None)
-    least = REQUIRED if architecture in _AS_V3_ITSELF and listed is None else None
-    num_dense = fields.integer("first_k_dense_replace", least, low=0)
+    listed = fields.raw("mlp_layer_types", None) if lists else None
+    num_dense = fields.integer("first_k_dense_replace", usual if listed is None else None, low=0)
     if listed is None:
-        return tuple(i >= (num_dense or 0) for i in range(num_layers))
+        return tuple(i >= num_dense for i in range(num_layers))
     if not isinstance(listed, list) or len(listed) != num_layers:
         raise fields.fail("mlp_layer_types", listed, f"one for each of {num_layers} layers")
     if any(kind not in (_DENSE, _SPARSE) for kind in listed):
@@ -247,7 +274,7 @@ def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: in
     fields.one_of("scoring_func", fields.raw("scoring_func", scoring), scorings)
     method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
     one = REQUIRED if itself else 1
-    normalise = fields.flag("norm_topk_prob", itself)
+    normalise = fields.flag("norm_topk_prob", itself or architecture == "SolarOpenForCausalLM")
     scale = float(fields.number("routed_scaling_factor", one))
     if normalise and scale != 1.0 and not third:
         # DeepSeek's own code scales or normalises there, others do both.

@@ -38,7 +38,9 @@ _NAMES: Final = ("gate_proj", "up_proj", "down_proj")
 _SHARED: Final = {
     "Qwen2MoeForCausalLM": "shared_expert",
     "HunYuanMoEV1ForCausalLM": "shared_mlp",
+    "HYV3ForCausalLM": "shared_mlp",
 }
+_GATE: Final = {"HunYuanMoEV1ForCausalLM": "gate.wg", "HYV3ForCausalLM": "router.gate"}
 # What predicts tokens further ahead, which is no part of the network here.
 _UNREAD: Final = {"Ernie4_5_MoeForCausalLM": ("model.mtp_",)}
 
@@ -225,14 +227,17 @@ def _expert_sources(dims: Dims, at: str) -> dict[str, Source]:
         return Stack(tuple(pair[0] for pair in pairs)), Stack(tuple(pair[1] for pair in pairs))
 
     found = _expert_products(dims, stacks)
-    gate = "gate.wg" if cfg.architecture == "HunYuanMoEV1ForCausalLM" else "gate"
-    found["router"] = Turned(f"{block}.{gate}.weight", cfg.hidden_size, cfg.num_experts)
+    gate = f"{block}.{_GATE.get(cfg.architecture, 'gate')}.weight"
+    found["router"] = Turned(gate, cfg.hidden_size, cfg.num_experts)
     if cfg.architecture == "Ernie4_5_MoeForCausalLM":
         bias = f"{block}.moe_statics.e_score_correction_bias"
         found["router_correction"] = OnlyRow(bias, cfg.num_experts)
     elif cfg.router.correction:
-        holder = block if mixtral else f"{block}.gate"
-        bias = f"{holder}.e_score_correction_bias"
+        bias = f"{block}.gate.e_score_correction_bias"
+        if mixtral:
+            bias = f"{block}.e_score_correction_bias"
+        elif cfg.architecture == "HYV3ForCausalLM":
+            bias = f"{block}.expert_bias"
         found["router_correction"] = Plain(bias, (cfg.num_experts,))
     return found
 

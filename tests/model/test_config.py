@@ -294,6 +294,8 @@ def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
         ("dots1", 32, 20),
         ("ernie4_5_moe", 4, 20),
         ("ernie4_5", 2, 128),
+        ("hy_v3", 8, 128),
+        ("solar_open", 8, 128),
         ("gpt_oss", 8, 64),
     ],
 )

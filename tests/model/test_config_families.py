@@ -27,9 +27,11 @@ NAMES = (
     "ernie4_5",
     "hunyuan_v1_moe",
     "hunyuan_v1_dense",
+    "hy_v3",
+    "solar_open",
 )
 GLM, FLASH, QWEN, OLMOE, MINIMAX, DOTS, *others = map(golden_config, NAMES)
-ERNIE, ERNIE_DENSE, HUNYUAN, HUNYUAN_DENSE = others
+ERNIE, ERNIE_DENSE, HUNYUAN, HUNYUAN_DENSE, HY, SOLAR = others
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
@@ -324,6 +326,35 @@ def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> No
     assert (plain.rope.kind, plain.rope.theta) == ("default", 10000.0)
 
 
+def test_hy3_routes_as_deepseek_v3_out_of_one_group_behind_dense_layers(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, HY)
+    assert (cfg.num_kv_heads, cfg.head_dim, cfg.rope.theta) == (2, 32, 11158840.0)
+    assert (cfg.qk_norm, cfg.turned_before_norm, cfg.qkv_bias) == (True, False, False)
+    assert cfg.router == replace(CORRECTED, scale=2.826)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((False, True, True), 32)
+    assert cfg.num_extra_layers == 1
+    names = "router_scaling_factor", "num_shared_experts", "first_k_dense_replace", "qk_norm"
+    assert read_config(tmp_path, _without(HY, *names, "rope_parameters", "route_norm")) == cfg
+    listed = {"mlp_layer_types": ["dense", "dense", "sparse"], "first_k_dense_replace": None}
+    assert read_config(tmp_path, HY | listed).moe_layers == (False, False, True)
+    biased = read_config(tmp_path, HY | {"attention_bias": True})
+    assert (biased.qkv_bias, biased.o_bias) == (True, True)
+
+
+def test_solar_open_has_llamas_attention_and_experts_in_every_layer(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, SOLAR)
+    assert (cfg.num_kv_heads, cfg.head_dim, cfg.rope.theta) == (2, 32, 1e6)
+    assert (cfg.rope.kind, cfg.rope.factor, cfg.rope.original_max_position) == ("yarn", 2.0, 256)
+    assert (cfg.qk_norm, cfg.qkv_bias, cfg.o_bias) == (False, False, False)
+    assert cfg.router == replace(CORRECTED, best_two=True)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((True,) * 3, 32)
+    names = "routed_scaling_factor", "norm_topk_prob", "n_shared_experts", "rope_theta"
+    assert read_config(tmp_path, _without(SOLAR, *names, "first_k_dense_replace")) == cfg
+    assert read_config(tmp_path, _without(SOLAR, "intermediate_size")).moe_layers == (True,) * 3
+    biased = read_config(tmp_path, SOLAR | {"attention_bias": True})
+    assert (biased.qkv_bias, biased.o_bias) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -409,6 +440,15 @@ def test_hunyuan_raises_theta_by_alpha_whatever_the_length(tmp_path: Path) -> No
             "'yarn'; accepted: default, linear, llama3",
         ),
         (HUNYUAN_DENSE | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
+        (HY | {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid is False; accepted: true"),
+        (HY | {"moe_router_enable_expert_bias": False}, "expert_bias is False; accepted: true"),
+        (HY | {"route_norm": False}, "route_norm is False; accepted: true"),
+        (HY | {"qk_norm": False}, "qk_norm is False; accepted: true"),
+        (HY | {"expert_hidden_dim": 16}, "expert_hidden_dim is 16; accepted: 32"),
+        (HY | {"num_experts": 10_001}, "num_experts is 10001; accepted: at most 10000"),
+        (SOLAR | {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; accepted: 0"),
+        (SOLAR | {"use_qk_norm": True}, "use_qk_norm is True; accepted: false"),
+        (SOLAR | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; accepted: 1.0"),
         (QWEN | {"rope_scaling": HUNYUAN["rope_scaling"]}, "'dynamic'; accepted: default, linear"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm is False; accepted: true"),
         (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; accepted: \"per_l"),

@@ -33,6 +33,8 @@ ROUTED = (
     "dots1",
     "ernie4_5_moe",
     "hunyuan_v1_moe",
+    "hy_v3",
+    "solar_open",
 )
 # Networks with layers alike share the meshes: each has some that the other has not.
 CASES = [("llama", 2, 1, 1), ("llama", 4, 1, 1), ("qwen3", 1, 1, 1), ("qwen3", 2, 1, 1)]
@@ -73,6 +75,7 @@ AS_ON_CUDA = {
     ("dots1", 4, 2, 1),
     ("ernie4_5_moe", 4, 2, 1),
     ("hunyuan_v1_moe", 4, 2, 1),
+    ("hy_v3", 4, 2, 1),
 }
 # With these, one call of the interpreted kernels takes longer than optimizing them.
 OPTIMIZED = {
@@ -80,6 +83,7 @@ OPTIMIZED = {
     ("qwen3_moe", 2, 2, 1),
     ("gpt_oss", 4, 2, 1),
     ("hunyuan_v1_moe", 4, 2, 1),
+    ("hy_v3", 4, 2, 1),
 }
 # The limits in tests/goldens/README.md for correct float32 runs.
 LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
@@ -146,6 +150,8 @@ def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
         ("minimax_m2", 4, 1, "cpu"),
         ("ernie4_5_moe", 2, 2, "cpu"),
         ("hunyuan_v1_moe", 2, 1, "cpu"),
+        ("hy_v3", 2, 2, "cpu"),
+        ("solar_open", 1, 1, "cpu"),
     ],
 )
 def test_hidden_states_and_routing_are_the_recorded_ones(
@@ -196,6 +202,8 @@ def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -
         ("minimax_m2", 4, 1, "cpu"),
         ("ernie4_5_moe", 1, 1, "cpu"),
         ("hunyuan_v1_moe", 2, 1, "cpu"),
+        ("hy_v3", 1, 1, "cpu"),
+        ("solar_open", 2, 1, "cpu"),
     ],
 )
 def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(
