@@ -12,7 +12,7 @@ from serving.conversation import function_name, named_functions
 from serving.errors import bad_field, quoted
 from serving.grammar import Form, Part, quoted_terminal, schema_rules, wrong
 from serving.parsing import Parsing
-from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat
+from serving.tagged_text import CALL_FORMATS, CallFormat
 from serving.tokenizer import Tokenizer
 from transfer.wire import MAX_GRAMMAR_BYTES
 
@@ -68,12 +68,13 @@ def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
     answer_tag = f"({mark(tags.begin)} {_SPACE})?" if tags is not None else ""
     if state in ("none", "over"):
         return f"start: {answer_tag} @answer\n" if answer_tag and not parsing.begun else ""
-    tag = mark(THINK_BEGIN)
+    opens, closes = parsing.think_tags
+    tag = mark(opens)
     begins = {"perhaps": f"({tag} thought)?", "unasked": f"({tag})? thought", "open": "thought"}
-    if tokenizer.token_id(THINK_END) is None:
-        end = f'thought: inner {_SPACE}\ninner[suffix="{THINK_END}"]: {_TEXT}'
+    if tokenizer.token_id(closes) is None:
+        end = f'thought: inner {_SPACE}\ninner[suffix="{closes}"]: {_TEXT}'
     else:
-        end = f"thought: {_TEXT} {mark(THINK_END)} {_SPACE}"
+        end = f"thought: {_TEXT} {mark(closes)} {_SPACE}"
     return f"start: {begins[state]} {answer_tag} @answer\n{end}\n"
 
 
@@ -346,6 +347,7 @@ _FORMATS: Final[Mapping[str, _Format]] = {
     "gpt-oss": _harmony,
     "hermes": _hermes,
     "hunyuan_a13b": _hunyuan,
+    "hy_v3": _hermes,
     "kimi_k2": _kimi,
     "llama3": _llama,
     "minimax-m2": _hermes,

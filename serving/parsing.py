@@ -1,8 +1,8 @@
 """The parsers of `--reasoning-parser` and `--tool-call-parser`, and how a request uses them.
 
 Names and fields are those of sgl-project/sglang: python/sglang/srt/parser/reasoning_parser.py and
-python/sglang/srt/function_call. It has none for ERNIE and Hunyuan-A13B; their names are those of
-vllm-project/vllm: vllm/reasoning and vllm/tool_parsers.
+python/sglang/srt/function_call. Those of ERNIE, Hunyuan-A13B and Hy3 are from vllm-project/vllm:
+vllm/reasoning and vllm/tool_parsers.
 """
 
 import secrets
@@ -15,11 +15,11 @@ from serving.marked_text import MarkedText
 from serving.tagged_text import (
     ANSWER_TAGS,
     CALL_FORMATS,
-    THINK_BEGIN,
-    THINK_END,
-    AnswerTags,
+    THINK,
+    THINK_TAGS,
     CallFormat,
     TaggedText,
+    Tags,
 )
 from serving.tool_calls import ToolCall, Tools, parameter_types
 
@@ -31,6 +31,7 @@ ReasoningParser = Literal[
     "glm45",
     "gpt-oss",
     "hunyuan_a13b",
+    "hy_v3",
     "kimi_k2",
     "minimax",
     "qwen3",
@@ -46,6 +47,7 @@ ToolCallParser = Literal[
     "gpt-oss",
     "hermes",
     "hunyuan_a13b",
+    "hy_v3",
     "kimi_k2",
     "llama3",
     "minimax-m2",
@@ -107,7 +109,7 @@ class Parsing:
         """
         if self.reasoning == "gpt-oss":
             return MARKERS
-        thoughts = (THINK_BEGIN, THINK_END) if self.reasoning != "none" else ()
+        thoughts = self.think_tags if self.reasoning != "none" else ()
         calls = self._calls.markers if self._calls is not None else ()
         return (*thoughts, *(self.answer_tags or ()), *calls)
 
@@ -120,7 +122,12 @@ class Parsing:
         return CALL_FORMATS["hermes"] if self.calls_are_formed and found.untyped else found
 
     @property
-    def answer_tags(self) -> AnswerTags | None:
+    def think_tags(self) -> Tags:
+        """What the model writes around a thought."""
+        return THINK_TAGS.get(self.reasoning, THINK)
+
+    @property
+    def answer_tags(self) -> Tags | None:
         """What the model writes around an answer that follows a thought."""
         return ANSWER_TAGS.get(self.reasoning)
 
@@ -140,7 +147,8 @@ class Parsing:
         is_inside = thought in ("open", "unasked")
         tags = self.answer_tags
         in_answer = tags is not None and self.begun.rfind(tags.begin) > self.begun.rfind(tags.end)
-        return TaggedText(thought != "none", is_inside, self._calls, self.tools, tags, in_answer)
+        think = None if thought == "none" else self.think_tags
+        return TaggedText(think, is_inside, self._calls, self.tools, tags, in_answer)
 
     def thought(self) -> Literal["none", "open", "unasked", "perhaps", "over"]:
         """Whether an answer with tags begins inside a thought, or may begin with one.
@@ -151,12 +159,13 @@ class Parsing:
         """
         if self.reasoning == "none":
             return "none"
-        opened = self.begun.rfind(THINK_BEGIN) > self.begun.rfind(THINK_END)
-        is_over = THINK_END in self.begun
+        begin, end = self.think_tags
+        opened = self.begun.rfind(begin) > self.begun.rfind(end)
+        is_over = end in self.begun
         if not (opened or is_over):
             # The template itself may write the thought of an answer that the prompt begins.
             prompt = self.prompt.rstrip().removesuffix(self.begun.rstrip()).rstrip()
-            opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
+            opened, is_over = prompt.endswith(begin), prompt.endswith(end)
         if opened or is_over:
             return "open" if opened else "over"
         return "unasked" if self.reasoning in _THINK_UNASKED else "perhaps"

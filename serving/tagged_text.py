@@ -12,19 +12,18 @@ from typing import Final, NamedTuple
 
 from serving.marked_text import MarkedText, Said, Thought
 from serving.tool_calls import (
+    HY_SUFFIX,
     ToolCall,
     Tools,
     deepseek_call,
     glm_call,
+    hy_call,
     json_calls,
     kimi_call,
     minimax_calls,
     mistral_calls,
     qwen_coder_calls,
 )
-
-THINK_BEGIN: Final = "<think>"
-THINK_END: Final = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +48,19 @@ class CallFormat:
         return (self.begin, self.end, *self.around, *self.within)
 
 
-class AnswerTags(NamedTuple):
-    """What a family of models writes around an answer that follows a thought."""
+class Tags(NamedTuple):
+    """What a family of models writes around a thought, or around the answer that follows it."""
 
     begin: str
     end: str
 
 
-# By the names of `--reasoning-parser`.
+THINK: Final = Tags("<think>", "</think>")
+# Of families that write others, by the names of `--reasoning-parser`.
+THINK_TAGS: Final = {"hy_v3": Tags(f"<think{HY_SUFFIX}>", f"</think{HY_SUFFIX}>")}
 ANSWER_TAGS: Final = {
-    "ernie45": AnswerTags("<response>", "</response>"),
-    "hunyuan_a13b": AnswerTags("<answer>", "</answer>"),
+    "ernie45": Tags("<response>", "</response>"),
+    "hunyuan_a13b": Tags("<answer>", "</answer>"),
 }
 
 
@@ -83,6 +84,18 @@ _GLM = CallFormat(
     untyped=True,
     needs_end=True,
 )
+_HY = CallFormat(
+    f"<tool_call{HY_SUFFIX}>",
+    f"</tool_call{HY_SUFFIX}>",
+    hy_call,
+    around=(f"<tool_calls{HY_SUFFIX}>", f"</tool_calls{HY_SUFFIX}>"),
+    within=(
+        f"<tool_sep{HY_SUFFIX}>",
+        *(f"<{end}{name}{HY_SUFFIX}>" for name in ("arg_key", "arg_value") for end in ("", "/")),
+    ),
+    untyped=True,
+    needs_end=True,
+)
 CALL_FORMATS: Final = {
     "deepseekv3": _DEEPSEEK,
     "deepseekv31": _DEEPSEEK,
@@ -93,6 +106,7 @@ CALL_FORMATS: Final = {
     "hunyuan_a13b": CallFormat(
         "<tool_calls>", "</tool_calls>", _json(json_calls), opening="助手："
     ),
+    "hy_v3": _HY,
     "kimi_k2": CallFormat(
         "<|tool_call_begin|>",
         "<|tool_call_end|>",
@@ -164,19 +178,22 @@ class TaggedText(MarkedText):
 
     def __init__(
         self,
-        thinks: bool,
+        think: Tags | None,
         in_thought: bool,
         calls: CallFormat | None,
         tools: Tools,
-        tags: AnswerTags | None = None,
+        tags: Tags | None = None,
         in_answer: bool = False,
     ) -> None:
-        """in_thought: the prompt opened a thought, or the model does so unasked.
+        """think: the tags of thoughts, if these are parsed.
+
+        in_thought: the prompt opened a thought, or the model does so unasked.
 
         in_answer: the prompt already has the tag that begins the answer.
         """
         super().__init__(tools)
-        self._thinks = thinks
+        self._thinks = think is not None
+        self._think_begin, self._think_end = think or THINK
         self._calls = calls
         self._tags = None if in_answer else tags  # None once the answer has begun
         self._answer_end = tags.end if in_answer and tags is not None else ""
@@ -195,7 +212,8 @@ class TaggedText(MarkedText):
         calls = self._calls
         if self._where is _Where.THOUGHT:
             # A thought may repeat the opening tag at its very beginning; later the tag is text.
-            tags = (THINK_END, THINK_BEGIN) if self._trims else (THINK_END,)
+            end = self._think_end
+            tags = (end, self._think_begin) if self._trims else (end,)
             return tags + ((calls.begin, *calls.around) if calls and calls.ends_thought else ())
         if self._where is _Where.CALL:
             assert calls is not None
@@ -206,7 +224,7 @@ class TaggedText(MarkedText):
         if calls is not None and calls.also:
             found += (calls.also,)
         if self._left_open:
-            found += (THINK_END,)
+            found += (self._think_end,)
         if self._answer_end:
             found += (self._answer_end,)
         return found + self._beginnings() if self._where is _Where.BEGIN else found
@@ -216,7 +234,7 @@ class TaggedText(MarkedText):
         found = (self._opening,) if self._opening else ()
         if self._tags is not None:
             found = (self._tags.begin, *found)
-        return (THINK_BEGIN, *found) if self._thinks else found
+        return (self._think_begin, *found) if self._thinks else found
 
     def _passed(self, text: str) -> None:
         if self._where is _Where.CALL:
@@ -264,13 +282,13 @@ class TaggedText(MarkedText):
                     self._end_call("")
                 return
             self._end_call(marker)
-        if marker == THINK_END:
+        if marker == self._think_end:
             self._left_open = False
         elif self._tags is not None and marker == self._tags.begin:
             self._answer_end, self._tags = self._tags.end, None
         elif marker == self._opening:
             self._opening = ""
-        elif self._where is _Where.THOUGHT and marker != THINK_BEGIN:
+        elif self._where is _Where.THOUGHT and marker != self._think_begin:
             self._left_open = True
         if self._calls is not None and marker == self._calls.begin:
             self._begin_call(marker)
@@ -279,8 +297,8 @@ class TaggedText(MarkedText):
             self._add_to_call(marker)
         elif self._calls is None or marker != self._calls.end:
             # After a thought the answer begins, in which another opening tag would be text.
-            self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.BEGIN
-            self._thinks = marker == THINK_BEGIN
+            self._thinks = marker == self._think_begin
+            self._where = _Where.THOUGHT if self._thinks else _Where.BEGIN
             self._space = []
             self._trims = True
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 Tools = Mapping[str, Mapping[str, frozenset[str]]]
 
 _SPACE: Final = " \t\r\n"
+HY_SUFFIX: Final = ":opensource"  # of the name of every tag that Hy3 writes
 _FENCE: Final = "```"
 _MOST_PARTS: Final = 20_000  # of a tool's schema; a larger one gives no types
 _NUMBER_BEHIND: Final = re.compile(r":[0-9]+\Z")
@@ -160,10 +161,24 @@ def glm_call(text: str, tools: Tools) -> list[ToolCall]:
     """A name, then pairs of `<arg_key>` and `<arg_value>`, with or without line breaks between."""
     at = text.find("<arg_key>")
     at = len(text) if at < 0 else at
-    name, arguments = text[:at].strip(), {}
-    while (at := _space_over(text, at)) < len(text):
-        key, at = _between(text, at, "<arg_key>", "</arg_key>")
-        value, at = _between(text, _space_over(text, at), "<arg_value>", "</arg_value>")
+    return _call_of_pairs(text[:at], text[at:], tools, "")
+
+
+def hy_call(text: str, tools: Tools) -> list[ToolCall]:
+    """As GLM's, with a tag of its own behind the name, and more in each tag."""
+    name, sep, pairs = text.partition(f"<tool_sep{HY_SUFFIX}>")
+    if not sep:
+        raise ValueError(f"no <tool_sep{HY_SUFFIX}>")
+    return _call_of_pairs(name, pairs, tools, HY_SUFFIX)
+
+
+def _call_of_pairs(name: str, pairs: str, tools: Tools, kind: str) -> list[ToolCall]:
+    """The call of a name and of pairs. kind: what the name of each tag ends with."""
+    name, arguments, at = name.strip(), {}, 0
+    while (at := _space_over(pairs, at)) < len(pairs):
+        key, at = _between(pairs, at, f"<arg_key{kind}>", f"</arg_key{kind}>")
+        at = _space_over(pairs, at)
+        value, at = _between(pairs, at, f"<arg_value{kind}>", f"</arg_value{kind}>")
         arguments[key.strip()] = _typed(value, _types(tools, name, key.strip()))
     return [_call({"name": name, "arguments": arguments})]
 
