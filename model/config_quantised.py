@@ -7,6 +7,8 @@ from model.fields import REQUIRED, Fields
 
 MXFP4_GROUP: Final = 32  # values that share a scale
 SCALE_INPUTS: Final = 128  # the most that share a scale, in weights that are rounded when read
+FP8_BLOCKS: Final = "fp8-blocks"  # as fp8, under compressed-tensors' name for scales
+FP8_ROWS: Final = "fp8-rows"  # a scale for each row, or one for all
 INT8: Final = "int8"  # a byte each
 INT8_PACKED: Final = "int8-packed"  # four in a word
 # By a checkpoint's quantization, the codes that represent its tensors' values exactly, the default
@@ -14,6 +16,8 @@ INT8_PACKED: Final = "int8-packed"  # four in a word
 _CODES: Final[dict[str, tuple[str, ...]]] = {
     "": ("fp8", "int8"),  # not quantised: here values are rounded
     "fp8": ("fp8",),
+    FP8_BLOCKS: ("fp8",),
+    FP8_ROWS: ("fp8",),
     "mxfp4": ("fp8",),
     "int4": ("fp8", "int8"),
     INT8: ("int8",),
@@ -21,6 +25,7 @@ _CODES: Final[dict[str, tuple[str, ...]]] = {
 }
 _PACKED: Final = "pack-quantized"
 _BYTES: Final = "int-quantized"
+_FLOATS: Final = "float-quantized"
 _WORD: Final = 32  # bits
 # Orders of rounding columns that leave them stored in their own order; others come with an index.
 _OWN_ORDER: Final = ("static", "weight")
@@ -30,16 +35,10 @@ _WHOLE: Final[dict[str, Any]] = {
     "kv_cache_scheme": None,
     "transform_config": {},
 }
-_OF_A_GROUP: Final[dict[str, Any]] = {
-    "input_activations": None,
-    "output_activations": None,
-}
-_OF_WEIGHTS: Final[dict[str, Any]] = {
-    "type": "int",
-    "symmetric": True,
-    "dynamic": False,
-    "block_structure": None,
-}
+_OF_WEIGHTS: Final[dict[str, Any]] = {"symmetric": True, "dynamic": False}
+# How rows may be said to be rounded in products: here they never are, so such a scheme only tells
+# that the weights' rounding was chosen beside it.
+_OF_ROWS: Final[dict[str, Any]] = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -58,11 +57,10 @@ def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
     if method == "mxfp4":
         return {"quantization": method, "quantized_block": (1, MXFP4_GROUP)}
     if method == "compressed-tensors":
-        return _groups_of_integers(settings)
-    block = settings.raw("weight_block_size", None)
-    if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
-        raise settings.fail("weight_block_size", block, "rows and columns of a block: two integers")
-    return {"quantization": method, "quantized_block": (block[0], block[1])}
+        return _compressed(settings)
+    if settings.raw("weight_block_size", None) is None:
+        return {"quantization": FP8_ROWS, "quantized_block": (1, 0)}
+    return {"quantization": method, "quantized_block": _block(settings, "weight_block_size")}
 
 
 def codes_of(published: str, asked: str) -> str:
@@ -87,13 +85,22 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _groups_of_integers(settings: Fields) -> dict[str, Any]:
-    """Integer weights: of four bits with a scale per group of a row, of eight bits also per row.
+def _block(settings: Fields, name: str) -> tuple[int, int]:
+    """The rows and columns that share a scale."""
+    block = settings.raw(name, None)
+    if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
+        raise settings.fail(name, block, "rows and columns of a block: two integers")
+    return block[0], block[1]
+
+
+def _compressed(settings: Fields) -> dict[str, Any]:
+    """What compressed-tensors says: one group, of integers or of fp8.
 
     Source: vllm-project/compressed-tensors: src/compressed_tensors/quantization/quant_args.py, and
     compressors/format.py for what such weights are stored as.
     """
-    stored = settings.one_of("format", settings.raw("format", REQUIRED), (_PACKED, _BYTES))
+    formats = _PACKED, _BYTES, _FLOATS
+    stored = settings.one_of("format", settings.raw("format", REQUIRED), formats)
     settings.only(_WHOLE)
     sparsity = settings.sub("sparsity_config")
     if sparsity is not None and sparsity.values and sparsity.raw("format", None) != "dense":
@@ -105,8 +112,33 @@ def _groups_of_integers(settings: Fields) -> dict[str, Any]:
     weights = group and group.sub("weights")
     if group is None or weights is None:
         raise settings.fail("config_groups", groups.values, "a group with weights")
-    group.only({"format": stored} | _OF_A_GROUP)
-    weights.only(_OF_WEIGHTS)
+    group.only({"format": stored, "output_activations": None})
+    weights.only(_OF_WEIGHTS | {"type": "float" if stored == _FLOATS else "int"})
+    if stored == _FLOATS:
+        rows = group.sub("input_activations")
+        if rows is not None:
+            rows.only(_OF_ROWS)
+        return _floats(weights)
+    group.only({"input_activations": None})
+    return _integers(weights, stored)
+
+
+def _floats(weights: Fields) -> dict[str, Any]:
+    """Weights of fp8 with a scale for all of them, for each row, or for each block."""
+    weights.only({"num_bits": 8, "group_size": None, "actorder": None})
+    strategies = ("tensor", "channel", "block")
+    if weights.one_of("strategy", weights.raw("strategy", "tensor"), strategies) == "block":
+        return {
+            "quantization": FP8_BLOCKS,
+            "quantized_block": _block(weights, "block_structure"),
+        }
+    weights.only({"block_structure": None})
+    return {"quantization": FP8_ROWS, "quantized_block": (1, 0)}
+
+
+def _integers(weights: Fields, stored: str) -> dict[str, Any]:
+    """Integers of four bits with a scale per group of a row, of eight bits also per row."""
+    weights.only({"block_structure": None})
     if (order := weights.raw("actorder", None)) not in (None, *_OWN_ORDER):
         raise weights.fail("actorder", order, f"null, {', '.join(_OWN_ORDER)}")
     bits, accepted = weights.integer("num_bits"), (4, 8) if stored == _PACKED else (8,)

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, UInt8, UInt16, UInt32
 
 from model.checkpoint import Checkpoint
-from model.config_quantised import INT8, INT8_PACKED
+from model.config_quantised import FP8_BLOCKS, FP8_ROWS, INT8, INT8_PACKED
 from model.config_quantised import MXFP4_GROUP as _GROUP
 from model.errors import ModelError
 from model.quantised_integers import Int4, Int8, Int8Packed
@@ -31,13 +31,14 @@ def open_checkpoint(
     """The tensors of a folder, quantised ones under the name and shape that they stand for.
 
     quantization: "" for none, "mxfp4" as GPT-OSS is published, "fp8" as DeepSeek-V3 is, "int4" as
-    Kimi-K2-Thinking is, "int8-packed" and "int8" as compressed-tensors has weights of eight bits.
-    block: rows and columns of a weight that share a scale; mxfp4 has its own. For integers it is
-    columns of one row: for int4 a multiple of 8, for int8 0 means all columns.
+    Kimi-K2-Thinking is, "int8-packed", "int8", "fp8-blocks" and "fp8-rows" as compressed-tensors
+    has weights of eight bits. block: rows and columns of a weight that share a scale; mxfp4 and
+    fp8-rows have their own. For integers it is columns of one row: for int4 a multiple of 8, for
+    int8 0 means all columns.
     Raises ModelError as Checkpoint does, and for a tensor without its scales or scales without
     their tensor, a dtype or a shape that does not fit.
     """
-    by_rows = quantization in (INT8, INT8_PACKED) and block[1] == 0
+    by_rows = quantization in (INT8, INT8_PACKED, FP8_ROWS) and block[1] == 0
     if min(block) < 1 and not by_rows:
         raise ModelError(f"{folder}: quantised in blocks of {list(block)}, accepted: 1 and more")
     if quantization == "":
@@ -46,6 +47,7 @@ def open_checkpoint(
         return _Mxfp4(folder)
     kinds: dict[str, Callable[[Path, tuple[int, int]], Checkpoint]]
     kinds = {"fp8": _Fp8, "int4": Int4, INT8: Int8, INT8_PACKED: Int8Packed}
+    kinds |= {FP8_BLOCKS: _Fp8Blocks, FP8_ROWS: _Fp8Rows}
     if quantization not in kinds:
         accepted = ", ".join(map(repr, ("", "mxfp4", *kinds)))
         raise ModelError(f"{folder}: quantization {quantization!r}, accepted: {accepted}")
@@ -123,6 +125,7 @@ class _Fp8(Quantised):
     _SCALES = "_scale_inv"
     _STORED = "F8_E4M3"
     _SHOWN = "F32"
+    _SCALE_DTYPES: ClassVar[tuple[str, ...]] = ("F32", "BF16")
 
     def __init__(self, folder: Path, block: tuple[int, int]) -> None:
         self._block = block
@@ -136,7 +139,7 @@ class _Fp8(Quantised):
         if len(shape) != 2:
             raise ModelError(f"{self._at(data)}: shape {list(shape)}, expected [out, in]")
         blocks = tuple(-(-size // by) for size, by in zip(shape, self._block, strict=True))
-        self._check_scales(scales, ("F32", "BF16"), blocks)
+        self._check_scales(scales, self._SCALE_DTYPES, blocks)
 
     def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         return stored
@@ -174,6 +177,48 @@ class _Fp8(Quantised):
         firsts = np.arange(columns.start, columns.stop, group)
         scales, row_blocks = self._scales_of(name, np.arange(rows.start, rows.stop), firsts)
         return scales[row_blocks]
+
+
+class _Fp8Blocks(_Fp8):
+    """The same under another name for the scales.
+
+    Source: vllm-project/compressed-tensors: src/compressed_tensors/compressors/naive_quantized.
+    """
+
+    _SCALES = "_scale"
+    _SCALE_DTYPES = ("F32", "BF16", "F16")
+    _UNUSED = ".input_scale"  # of rows that would be rounded, which they are not here
+
+    def _is_scales(self, name: str) -> bool:
+        return super()._is_scales(name) and not name.endswith(self._UNUSED)
+
+    @property
+    def names(self) -> list[str]:
+        """As Quantised has them, without scales that nothing here is multiplied by."""
+        unused = {name.removesuffix(".weight") + self._UNUSED for name in self._quantised}
+        return [name for name in super().names if name not in unused]
+
+
+class _Fp8Rows(_Fp8Blocks):
+    """F8_E4M3 [out, in] times the scale of its row, [out, 1], or the one of all, [1]."""
+
+    def _check_fit(self, data: str, scales: str) -> None:
+        shape, own = self.shape(data), self.shape(scales)
+        if len(shape) != 2:
+            raise ModelError(f"{self._at(data)}: shape {list(shape)}, expected [out, in]")
+        one_for_all = own in ((), (1,), (1, 1))
+        self._check_scales(scales, self._SCALE_DTYPES, own if one_for_all else (shape[0], 1))
+
+    def _scales_of(
+        self, name: str, rows: np.ndarray, columns: np.ndarray
+    ) -> tuple[Float32[np.ndarray, "rows columns"], np.ndarray]:
+        shape = self.shape(name + self._SCALES)
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        index = (slice(0, 1),) * len(shape) if shape[:1] in ((), (1,)) else (part, slice(0, 1))
+        scales = self.read(name + self._SCALES, index).astype(np.float32).reshape(-1, 1)
+        self._check_largest(name + self._SCALES, scales, _LARGEST_E4M3)
+        num_rows = part.stop - part.start
+        return np.broadcast_to(scales, (num_rows, len(columns))), rows - rows[0]
 
 
 def _whole_groups(index: tuple[slice, ...]) -> tuple[tuple[slice, ...], slice]:

@@ -31,7 +31,7 @@ class Quantised(Checkpoint, ABC):
         self._quantised: frozenset[str] = frozenset()
         names = self.names
         data = {name.removesuffix(self._DATA) for name in names if self._is_data(name)}
-        scales = {name.removesuffix(self._SCALES) for name in names if name.endswith(self._SCALES)}
+        scales = {name.removesuffix(self._SCALES) for name in names if self._is_scales(name)}
         for name in sorted(data | scales):
             self._check_pair(name)
         self._quantised = frozenset(data)
@@ -54,6 +54,10 @@ class Quantised(Checkpoint, ABC):
     @abstractmethod
     def _is_data(self, name: str) -> bool:
         """Whether a tensor of the files needs scales."""
+
+    def _is_scales(self, name: str) -> bool:
+        """Whether a tensor of the files belongs to data."""
+        return name.endswith(self._SCALES)
 
     @abstractmethod
     def _check_fit(self, data: str, scales: str) -> None:

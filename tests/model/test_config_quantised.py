@@ -92,7 +92,75 @@ def test_integers_of_eight_bits_that_rows_are_rounded_for_are_refused(tmp_path: 
     assert "accepted: null" in said
 
 
-@pytest.mark.parametrize("published", ["", "fp8", "mxfp4", "int4", "int8", "int8-packed"])
+def _floats(group: dict[str, Any] | None = None, **change: Any) -> dict[str, Any]:
+    """As llm-compressor publishes FP8-dynamic, which it calls W8A8."""
+    rows = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    weights = WEIGHTS | {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+    groups = _group(weights=weights | change, input_activations=rows, **(group or {}))
+    return _stored(groups | {"format": "float-quantized"})
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "block"),
+    [
+        ({}, "fp8-rows", (1, 0)),
+        ({"strategy": "tensor"}, "fp8-rows", (1, 0)),
+        ({"strategy": None}, "fp8-rows", (1, 0)),
+        ({"strategy": "block", "block_structure": [128, 64]}, "fp8-blocks", (128, 64)),
+    ],
+)
+def test_fp8_is_read_by_rows_and_by_blocks_whatever_rows_would_be_rounded_to(
+    change: dict[str, Any], kind: str, block: tuple[int, int], tmp_path: Path
+) -> None:
+    cfg = read_config(tmp_path, _floats(**change))
+    assert (cfg.quantization, cfg.quantized_block) == (kind, block)
+    assert cfg.scale_inputs == block[1]
+    once = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    for rows in (None, once):
+        said = _floats(**change)
+        group = said["quantization_config"]["config_groups"]["group_0"]
+        group["input_activations"] = rows
+        assert read_config(tmp_path, said) == cfg
+
+
+def test_fp8_without_blocks_has_a_scale_for_all(tmp_path: Path) -> None:
+    for scheme in ("static", "dynamic"):
+        said = {"quant_method": "fp8", "activation_scheme": scheme}
+        cfg = read_config(tmp_path, QWEN2 | {"quantization_config": said})
+        assert (cfg.quantization, cfg.quantized_block) == ("fp8-rows", (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (_floats(num_bits=4), "num_bits is 4; accepted: 8"),
+        (_floats(type="int"), "type is 'int'; accepted: \"float\""),
+        (_floats(symmetric=False), "symmetric is False; accepted: true"),
+        (_floats(group_size=32), "group_size is 32; accepted: null"),
+        (_floats(strategy="group"), "strategy is 'group'; accepted: tensor, channel, block"),
+        (_floats(strategy="block"), "block_structure is None; accepted: rows and columns of a b"),
+        (_floats(block_structure=[128, 128]), "block_structure is [128, 128]; accepted: null"),
+        (_floats({"output_activations": {"num_bits": 8}}), "output_activations is {'num_bits': 8}"),
+    ],
+)
+def test_fp8_in_a_form_that_is_not_read_is_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    assert message in refusal(tmp_path, config)
+
+
+def test_rows_that_would_be_rounded_to_four_bits_are_refused(tmp_path: Path) -> None:
+    said = _floats()
+    group = said["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = group["input_activations"] | {"num_bits": 4}
+    message = "group_0: input_activations: num_bits is 4; accepted: 8"
+    assert message in refusal(tmp_path, said)
+
+
+KINDS = "", "fp8", "fp8-blocks", "fp8-rows", "mxfp4", "int4", "int8", "int8-packed"
+
+
+@pytest.mark.parametrize("published", KINDS)
 def test_codes_are_kept_that_say_all_values_and_others_refused(published: str) -> None:
     kept = codes_of(published, "auto")
     assert kept == codes_of(published, "none") == codes_of(published, kept)
