@@ -9,6 +9,9 @@ MXFP4_GROUP: Final = 32  # values that share a scale
 SCALE_INPUTS: Final = 128  # the most that share a scale, in weights that are rounded when read
 FP8_BLOCKS: Final = "fp8-blocks"  # as fp8, under compressed-tensors' name for scales
 FP8_ROWS: Final = "fp8-rows"  # a scale for each row, or one for all
+AWQ: Final = "awq"
+GPTQ: Final = "gptq"
+GPTQ_V2: Final = "gptq_v2"
 INT8: Final = "int8"  # a byte each
 INT8_PACKED: Final = "int8-packed"  # four in a word
 # By a checkpoint's quantization, the codes that represent its tensors' values exactly, the default
@@ -20,6 +23,10 @@ _CODES: Final[dict[str, tuple[str, ...]]] = {
     FP8_ROWS: ("fp8",),
     "mxfp4": ("fp8",),
     "int4": ("fp8", "int8"),
+    # Differences of four bits, which neither kind rounds.
+    AWQ: ("fp8", "int8"),
+    GPTQ: ("fp8", "int8"),
+    GPTQ_V2: ("fp8", "int8"),
     INT8: ("int8",),
     INT8_PACKED: ("int8",),
 }
@@ -27,10 +34,19 @@ _PACKED: Final = "pack-quantized"
 _BYTES: Final = "int-quantized"
 _FLOATS: Final = "float-quantized"
 _WORD: Final = 32  # bits
+_EACH_COLUMN: Final = 8  # values of a word, of AWQ and GPTQ
 # Orders of rounding columns that leave them stored in their own order; others come with an index.
 _OWN_ORDER: Final = ("static", "weight")
 # Settings that would change the numbers and are not implemented, each with the one value besides
 # null that changes nothing.
+_OF_AWQ: Final[dict[str, Any]] = {"bits": 4, "zero_point": True}
+_OF_GPTQ: Final[dict[str, Any]] = {
+    "bits": 4,
+    "desc_act": False,
+    "is_marlin_format": False,
+    "pack_dtype": "int32",
+    "dynamic": {},
+}
 _WHOLE: Final[dict[str, Any]] = {
     "kv_cache_scheme": None,
     "transform_config": {},
@@ -50,7 +66,7 @@ def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
     if settings is None:
         return {}
     mxfp4 = ("mxfp4",) if architecture == "GptOssForCausalLM" else ()
-    accepted = ("fp8", *mxfp4, "compressed-tensors")
+    accepted = ("fp8", *mxfp4, "compressed-tensors", AWQ, GPTQ)
     method = settings.raw("quant_method", REQUIRED)
     if method not in accepted:
         raise fields.fail("quantization_config", method, f"{', '.join(accepted)}, or null")
@@ -58,9 +74,30 @@ def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
         return {"quantization": method, "quantized_block": (1, MXFP4_GROUP)}
     if method == "compressed-tensors":
         return _compressed(settings)
+    if method in (AWQ, GPTQ):
+        return _columns(settings, method)
     if settings.raw("weight_block_size", None) is None:
         return {"quantization": FP8_ROWS, "quantized_block": (1, 0)}
     return {"quantization": method, "quantized_block": _block(settings, "weight_block_size")}
+
+
+def _columns(settings: Fields, method: str) -> dict[str, Any]:
+    """Integers of four bits with a zero point and a scale for each group of inputs.
+
+    Source: huggingface/transformers: src/transformers/utils/quantization_config.py.
+    """
+    settings.only(_OF_AWQ if method == AWQ else _OF_GPTQ)
+    if method == AWQ:
+        settings.one_of("version", settings.raw("version", "gemm"), ("gemm", "GEMM"))
+    else:
+        stored = settings.raw("checkpoint_format", GPTQ)
+        method = settings.one_of("checkpoint_format", stored, (GPTQ, GPTQ_V2))
+    size = settings.integer("group_size", 128, low=-1)
+    if size in (-1, 0):
+        size = 0
+    elif size % _EACH_COLUMN:
+        raise settings.fail("group_size", size, f"a multiple of {_EACH_COLUMN}, or -1 for all")
+    return {"quantization": method, "quantized_block": (1, size)}
 
 
 def codes_of(published: str, asked: str) -> str:

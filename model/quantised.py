@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Float32, UInt8, UInt16, UInt32
 
 from model.checkpoint import Checkpoint
-from model.config_quantised import FP8_BLOCKS, FP8_ROWS, INT8, INT8_PACKED
+from model.config_quantised import AWQ, FP8_BLOCKS, FP8_ROWS, GPTQ, GPTQ_V2, INT8, INT8_PACKED
 from model.config_quantised import MXFP4_GROUP as _GROUP
 from model.errors import ModelError
+from model.quantised_columns import Awq, Gptq, GptqV2
 from model.quantised_integers import Int4, Int8, Int8Packed
 from model.quantised_pairs import Quantised, nibble_pairs
 
@@ -32,13 +33,14 @@ def open_checkpoint(
 
     quantization: "" for none, "mxfp4" as GPT-OSS is published, "fp8" as DeepSeek-V3 is, "int4" as
     Kimi-K2-Thinking is, "int8-packed", "int8", "fp8-blocks" and "fp8-rows" as compressed-tensors
-    has weights of eight bits. block: rows and columns of a weight that share a scale; mxfp4 and
-    fp8-rows have their own. For integers it is columns of one row: for int4 a multiple of 8, for
-    int8 0 means all columns.
+    has weights of eight bits, "awq", "gptq" and "gptq_v2". block: rows and columns of a weight that
+    share a scale; mxfp4 and fp8-rows have their own. For integers it is columns of one row: for
+    four bits a multiple of 8; 0 means all columns, except for int4.
     Raises ModelError as Checkpoint does, and for a tensor without its scales or scales without
     their tensor, a dtype or a shape that does not fit.
     """
-    by_rows = quantization in (INT8, INT8_PACKED, FP8_ROWS) and block[1] == 0
+    of_rows = INT8, INT8_PACKED, FP8_ROWS, AWQ, GPTQ, GPTQ_V2
+    by_rows = quantization in of_rows and block[1] == 0
     if min(block) < 1 and not by_rows:
         raise ModelError(f"{folder}: quantised in blocks of {list(block)}, accepted: 1 and more")
     if quantization == "":
@@ -48,6 +50,7 @@ def open_checkpoint(
     kinds: dict[str, Callable[[Path, tuple[int, int]], Checkpoint]]
     kinds = {"fp8": _Fp8, "int4": Int4, INT8: Int8, INT8_PACKED: Int8Packed}
     kinds |= {FP8_BLOCKS: _Fp8Blocks, FP8_ROWS: _Fp8Rows}
+    kinds |= {AWQ: Awq, GPTQ: Gptq, GPTQ_V2: GptqV2}
     if quantization not in kinds:
         accepted = ", ".join(map(repr, ("", "mxfp4", *kinds)))
         raise ModelError(f"{folder}: quantization {quantization!r}, accepted: {accepted}")

@@ -19,6 +19,7 @@ class Quantised(Checkpoint, ABC):
     Shapes and dtypes of the pairs are checked here, values when they are read.
     """
 
+    _NAME: ClassVar[str] = ""  # what stands in a shown name in place of the ends below
     _DATA: ClassVar[str]
     _SCALES: ClassVar[str]
     _STORED: ClassVar[str]
@@ -32,13 +33,17 @@ class Quantised(Checkpoint, ABC):
         names = self.names
         data = {name.removesuffix(self._DATA) for name in names if self._is_data(name)}
         scales = {name.removesuffix(self._SCALES) for name in names if self._is_scales(name)}
-        for name in sorted(data | scales):
-            self._check_pair(name)
-        self._quantised = frozenset(data)
+        for stem in sorted(data | scales):
+            self._check_pair(stem)
+        self._quantised = frozenset(stem + self._NAME for stem in data)
 
-    def _check_pair(self, name: str) -> None:
+    def _part(self, name: str, end: str) -> str:
+        """The tensor of a pair, by the name under which the whole is shown."""
+        return name.removesuffix(self._NAME) + end
+
+    def _check_pair(self, stem: str) -> None:
         """Raises ModelError unless both tensors are there and fit each other."""
-        data, scales = name + self._DATA, name + self._SCALES
+        name, data, scales = stem + self._NAME, stem + self._DATA, stem + self._SCALES
         for one, other in ((data, scales), (scales, data)):
             if other not in self._where:
                 raise ModelError(f"{self._at(one)}: no tensor {other} in {self.folder}")
@@ -115,13 +120,13 @@ class Quantised(Checkpoint, ABC):
     def names(self) -> list[str]:
         """Every tensor, sorted; quantised ones as the whole, not as its parts."""
         ends = (self._DATA, self._SCALES, *self._BESIDE)
-        parts = {name + end for name in self._quantised for end in ends}
+        parts = {self._part(name, end) for name in self._quantised for end in ends}
         return sorted((set(super().names) - parts) | self._quantised)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor. Raises ModelError if it is in no file."""
         if name in self._quantised:
-            return self._shown(super().shape(name + self._DATA))
+            return self._shown(super().shape(self._part(name, self._DATA)))
         return super().shape(name)
 
     def dtype(self, name: str) -> str:
@@ -145,7 +150,8 @@ class Quantised(Checkpoint, ABC):
 
     def _at(self, name: str) -> str:
         if name in self._quantised:
-            return f"{self.folder / self._where[name + self._DATA]}: tensor {name}"
+            file = self._where[self._part(name, self._DATA)]
+            return f"{self.folder / file}: tensor {name}"
         return super()._at(name)
 
 

@@ -132,9 +132,9 @@ def test_no_quantization_is_a_plain_checkpoint(tmp_path: Path) -> None:
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"quantization 'awq', accepted: '', 'mxfp4', 'fp8', 'int4'"
+        ModelError, match=r"quantization 'nf4', accepted: '', 'mxfp4', 'fp8', 'int4'"
     ):
-        open_checkpoint(_write(tmp_path, _mxfp4_tensors()), "awq")
+        open_checkpoint(_write(tmp_path, _mxfp4_tensors()), "nf4")
 
 
 def test_blocks_of_no_rows_are_refused(tmp_path: Path) -> None:
