@@ -4,6 +4,8 @@ As AWQ and GPTQ have them: a weight is an integer less its group's zero point, t
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -12,9 +14,10 @@ import numpy as np
 from jaxtyping import Float32, Int8, Int32
 
 from model.errors import ModelError
-from model.quantised_pairs import Quantised
+from model.quantised_pairs import Quantised, nibble_pairs
 
 _EACH: Final = 8  # values of a word
+_AT_ONCE: Final = 128  # inputs, where all of them are one group
 _LARGEST: Final = 16  # difference to a zero point, whatever its sign
 _SCALE_DTYPES: Final = ("F16", "BF16", "F32")
 
@@ -72,48 +75,66 @@ class _Columns(Quantised):
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         rows, columns = index
         whole = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        groups = self._nth_group(np.arange(columns.start, columns.stop))
-        scales = self._scales_of(name, whole[0], int(groups[0]), int(groups[-1]))
-        values = self._differences(name, whole).astype(np.float32)
-        values *= scales[groups - groups[0]]
-        return np.ascontiguousarray(values.T[:: rows.step, :: columns.step])
+        scales, first = self._scales_of(name, whole[0], *self._groups_of(columns))
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        for part, group, differences in self._differences(name, whole):
+            out[:, part] = (differences * scales[group - first]).T
+        return np.ascontiguousarray(out[:: rows.step, :: columns.step])
 
     def read_codes(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         kind = ml_dtypes.float8_e4m3fn if dtype == np.uint8 else dtype
         table = np.arange(-_LARGEST, _LARGEST + 1).astype(kind).view(dtype)
-        return table[self._differences(name, index).T + np.int8(_LARGEST)]
+        rows, columns = index
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        for part, _, differences in self._differences(name, index):
+            out[:, part] = table.take(differences + np.int8(_LARGEST), mode="clip").T
+        return out
 
     def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
         rows, columns = index
         groups = self._nth_group(np.arange(columns.start, columns.stop, group))
-        scales = self._scales_of(name, rows, int(groups[0]), int(groups[-1]))
-        return np.ascontiguousarray(scales[groups - groups[0]].T)
+        scales, first = self._scales_of(name, rows, int(groups[0]), int(groups[-1]))
+        return np.ascontiguousarray(scales[groups - first].T)
 
-    def _differences(self, name: str, index: tuple[slice, ...]) -> Int8[np.ndarray, "in out"]:
-        """The integers of a slice [out, in] less their zero points."""
+    def _differences(
+        self, name: str, index: tuple[slice, ...]
+    ) -> Iterator[tuple[slice, int, Int8[np.ndarray, "in out"]]]:
+        """The integers of a slice [out, in] less their zero points, for a group at a time.
+
+        Each with where its inputs are in the slice, and which group of the weight it is.
+        """
         rows, columns = index
-        outputs, inputs = _whole_words(rows), _whole_words(columns)
-        found = self._integers(name, inputs, outputs)
-        groups = self._nth_group(np.arange(inputs.start, inputs.stop))
-        words = slice(outputs.start // _EACH, outputs.stop // _EACH)
-        part = slice(int(groups[0]), int(groups[-1]) + 1), words
-        zeros = self._zeros(self.read(self._part(name, self._ZEROS), part).astype(np.int32))
-        found = found - zeros[groups - groups[0]]
-        first, top = columns.start - inputs.start, rows.start - outputs.start
-        return found[
-            first : first + columns.stop - columns.start, top : top + rows.stop - rows.start
-        ]
+        self._check_order(name)
+        outputs, (first, last) = _whole_words(rows), self._groups_of(columns)
+        words = slice(first, last + 1), slice(outputs.start // _EACH, outputs.stop // _EACH)
+        zeros = self._zeros(self.read(self._part(name, self._ZEROS), words))
+        own = slice(rows.start - outputs.start, rows.stop - outputs.start)
+        step, end = self._group or _AT_ONCE, self.shape(name)[1]
+        for at in range(columns.start // step * step, columns.stop, step):
+            group = int(self._nth_group(at))
+            integers = self._integers(name, slice(at, min(at + step, end)), outputs)
+            begin, stop = max(columns.start, at), min(columns.stop, at + step)
+            differences = integers[begin - at : stop - at] - zeros[group - first]
+            yield slice(begin - columns.start, stop - columns.start), group, differences[:, own]
 
-    def _nth_group(self, columns: np.ndarray) -> np.ndarray:
-        return columns // self._group if self._group else 0 * columns
+    def _check_order(self, name: str) -> None:
+        """Raises ModelError unless the inputs of a group follow each other."""
+
+    def _groups_of(self, columns: slice) -> tuple[int, int]:
+        """The first and the last group of these inputs."""
+        return int(self._nth_group(columns.start)), int(self._nth_group(columns.stop - 1))
+
+    def _nth_group[N: (int, np.ndarray)](self, column: N) -> N:
+        return column // self._group if self._group else 0 * column
 
     def _scales_of(
         self, name: str, rows: slice, first: int, last: int
-    ) -> Float32[np.ndarray, "groups out"]:
+    ) -> tuple[Float32[np.ndarray, "groups out"], int]:
+        """The scales of these groups, and the first of them."""
         part = slice(first, last + 1), slice(rows.start, rows.stop)
         scales = self.read(self._part(name, self._SCALES), part).astype(np.float32)
         self._check_largest(self._part(name, self._SCALES), scales, _LARGEST)
-        return scales
+        return scales, first
 
 
 class Awq(_Columns):
@@ -121,8 +142,6 @@ class Awq(_Columns):
 
     Source: casper-hansen/AutoAWQ: awq/utils/packing_utils.py.
     """
-
-    _PLACES: Final = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # where in a word the nth output is
 
     def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         return stored[1] * _EACH, stored[0]
@@ -132,7 +151,8 @@ class Awq(_Columns):
         return self._zeros(self.read(self._part(name, self._DATA), (inputs, words)))
 
     def _zeros(self, words: Int32[np.ndarray, "groups words"]) -> Int8[np.ndarray, "groups out"]:
-        return _nibbles(words)[..., self._PLACES].reshape(len(words), -1)
+        halves = _nibbles(words).reshape(len(words), -1, 2, _EACH // 2)
+        return halves.swapaxes(-1, -2).reshape(len(words), -1)
 
 
 class Gptq(_Columns):
@@ -150,16 +170,12 @@ class Gptq(_Columns):
         return stored[1], stored[0] * _EACH
 
     def _integers(self, name: str, inputs: slice, outputs: slice) -> Int8[np.ndarray, "in out"]:
-        self._check_order(name)
         part = slice(inputs.start // _EACH, inputs.stop // _EACH), outputs
         words = self.read(self._part(name, self._DATA), part)
         return _nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
 
     def _check_order(self, name: str) -> None:
-        """Raises ModelError unless the inputs of a group follow each other.
-
-        Called only when a tensor is read: for every expert it would touch a page of the files.
-        """
+        # Only when a tensor is read: for every expert it would touch a page of the files.
         said, columns = self._part(name, self._INDEX), self.shape(name)[1]
         if said not in self._where:
             return
@@ -191,5 +207,10 @@ def _whole_words(part: slice) -> slice:
 def _nibbles(words: Int32[np.ndarray, "rows columns"]) -> Int8[np.ndarray, "rows columns 8"]:
     """Four bits each, the lowest first."""
     pairs = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    both = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1)
-    return both.reshape(*words.shape, _EACH).view(np.int8)
+    return _pairs().take(pairs, mode="clip").view(np.int8).reshape(*words.shape, _EACH)
+
+
+@cache
+def _pairs() -> np.ndarray:
+    """For every byte, both of its values as one number."""
+    return nibble_pairs(np.arange(16, dtype=np.int8))
