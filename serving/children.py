@@ -218,7 +218,12 @@ class Supervisor:
             if self.draining and child.spec.is_front:
                 return
             if child.spec.is_worker and code == 0:
-                log.info("%s has left, as it was told: it is not started again", name)
+                told = f"{name} has left, as it was told: it is not started again"
+                role = child.spec.argv[0]
+                if any(other.spec.argv[0] == role for other in self._children):
+                    log.info("%s", told)
+                else:
+                    log.warning("%s, and up has no other %s worker", told, role)
                 self._left.add(child.spec.group)
                 for other in self._group_of(child):  # they would wait for it
                     with contextlib.suppress(ProcessLookupError):

@@ -248,12 +248,14 @@ class Metrics:
         )
         self._e2e = BulkHistogram(
             "kvferry_e2e_request_latency_seconds",
-            "From request received to last token written",
+            "From request received to its end, however it ended",
             _E2E_BOUNDS_S,
         )
         for histogram in (self._ttft, self._itl, self._e2e):
             registry.register(histogram)
-        self._prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens prefilled")
+        self._prompt_tokens = _counter(
+            registry, "prompt_tokens", "Prompt tokens, those found in a cache too"
+        )
         self._cached_tokens = _counter(registry, "cached_tokens", "Prompt tokens found in a cache")
         self._generation_tokens = _counter(registry, "generation_tokens", "Tokens generated")
         self._requests = _counter(

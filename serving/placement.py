@@ -332,6 +332,8 @@ class Placement:
     def _nobody_came(self, generation: Generation) -> None:
         waited_s = self._config.queue_timeout_s
         message = f"waited {waited_s:g} s for workers that take it"
+        if missing := self._membership.missing_roles():
+            message += f"; no {' and no '.join(missing)} worker takes work"
         self._owner.fail(generation, RequestError(Code.PEER_LOST, message))
 
     def _place_later(self, generation: Generation, exponent: int) -> None:

@@ -35,6 +35,7 @@ from transfer.worker_config import ANY_PROMPT, WORKER_HELP, WorkerConfig
 _PROBE_TIMEOUT_S = 5.0
 
 # These flags of `up` take no role as a prefix: they go to prefill, decode and serve alike.
+_REGISTRY_PORT = "--disaggregation-bootstrap-port"
 _SHARED = ("model_path", "served_model_name", "context_length")
 # Nor do these: workers of both roles must agree in them, or no page could pass between them.
 _ALIKE = ("load_format", "lora_paths", "dtype", "page_size", "kv_cache_dtype")
@@ -73,9 +74,13 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
         count = getattr(args, role)
         if not 1 <= count <= _MOST_GROUPS and (role, count) != ("prefill", 0):
             raise ConfigError(f"--{role} must be 1 to {_MOST_GROUPS}, got {count}")
+    if not 0 <= args.registry_port <= 65535:
+        raise ConfigError(f"{_REGISTRY_PORT} must be 0 to 65535, got {args.registry_port}")
     with claimed(front):
         pass  # the address is free; the child claims it again
-    supervisor = Supervisor(secrets.token_hex(32), drain_timeout_s=front.drain_timeout_s)
+    given = flags.token_of_environment()
+    token = flags.checked_token(given) if given else secrets.token_hex(32)
+    supervisor = Supervisor(token, drain_timeout_s=front.drain_timeout_s)
     supervise("up", supervisor, partial(_start_and_watch, args=args, roles=roles))
 
 
@@ -98,6 +103,14 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
         "--colocated",
         action="store_true",
         help="run both roles in one process: no prefill worker; decode computes every prompt",
+    )
+    parser.add_argument(
+        _REGISTRY_PORT,
+        type=int,
+        default=0,
+        dest="registry_port",
+        metavar="N",
+        help="port of the registry on 127.0.0.1, for workers beside these; default: any free one",
     )
     parser.set_defaults(model_path=None, prefill=None)
     both = parser.add_argument_group("both roles")
@@ -193,10 +206,9 @@ def _starting(args: argparse.Namespace, roles: Roles) -> str:
 
 async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, roles: Roles) -> None:
     terminal.say(_starting(args, roles))
-    port_flag = "--disaggregation-bootstrap-port"
     watchdog = f"--watchdog-timeout={args.watchdog_timeout_s}"
-    command = ("serving.launch", "registry", watchdog, port_flag)
-    registry = await supervisor.start(ChildSpec("registry", (*command, "0")))
+    command, port = ("serving.launch", "registry", watchdog, _REGISTRY_PORT), args.registry_port
+    registry = await supervisor.start(ChildSpec("registry", (*command, str(port))))
     address = (await all_ready([registry]))[0]["address"]
     # If it is started again, it must listen where the others look for it.
     registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))

@@ -289,7 +289,17 @@ def security_from(args: argparse.Namespace) -> Security:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--cluster-token-file {args.cluster_token_file}: {error}") from error
     else:
-        token = os.environ.get(TOKEN_ENV, "").strip()
+        token = token_of_environment()
+    return Security(checked_token(token), *tls)
+
+
+def token_of_environment() -> str:
+    """The cluster token of the environment, unchecked; "" if there is none."""
+    return os.environ.get(TOKEN_ENV, "").strip()
+
+
+def checked_token(token: str) -> str:
+    """The same. Raises ConfigError when it is no cluster token."""
     if len(token) > MAX_TOKEN_CHARS:
         raise ConfigError(
             f"a cluster token of at most {MAX_TOKEN_CHARS} characters is needed, got more"
@@ -300,7 +310,7 @@ def security_from(args: argparse.Namespace) -> Security:
             f"a cluster token of at least {MIN_TOKEN_CHARS} characters is needed, got {got}: "
             f"give --cluster-token-file or ${TOKEN_ENV} (openssl rand -hex 32 makes one)"
         )
-    return Security(token, *tls)
+    return token
 
 
 def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:

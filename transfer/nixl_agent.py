@@ -31,7 +31,7 @@ def find() -> str:
     raise ConfigError(
         "--disaggregation-transfer-backend nixl needs a NIXL package, and none of "
         f"{', '.join(PACKAGES)} is installed: pip install --no-deps --require-hashes "
-        "-r requirements-nixl.lock (or pip install 'kvferry[nixl]', which brings torch too), "
+        "-r requirements-nixl.lock (or pip install '.[nixl]' in a clone, which brings torch too), "
         "or choose auto, tcp or shm"
     )
 

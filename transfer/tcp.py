@@ -188,7 +188,7 @@ class TcpLane(Lane):
             job = self.sender.next_job(self, self.takes_pages)
             if job is None:
                 return None
-            begun_s = SYSTEM_CLOCK.monotonic_s()
+            begun_s = self.sender.clock.monotonic_s()
             try:
                 self.send(connection, job)
             finally:
@@ -199,7 +199,7 @@ class TcpLane(Lane):
         """Send a PING if one is due. Returns the seconds to wait. Raises PeerLost on silence."""
         if not self.rooms and self._asked_s is None:
             return _IDLE_WAIT_S
-        now_s = SYSTEM_CLOCK.monotonic_s()
+        now_s = self.sender.clock.monotonic_s()
         stall_s = self.sender.stall_timeout_s
         if self._asked_s is not None and now_s - self._asked_s > stall_s - self._beat_s:
             if not connection.wait(0.0):  # if this process was paused, the answer may be here

@@ -195,7 +195,7 @@ class StepBatch(Message):
     as runs, sorted by room: a run is consecutive tokens of one room. Then counts i32[n], otherwise
     empty, has each run's number of tokens, token_idx that of its first token, and finish that of
     its last. Events apply after the rows, except `prefilled`, which applies before them. Legs
-    apply last; their field follows `version`, where a reader may ignore it.
+    apply last.
     """
 
     worker_id: str

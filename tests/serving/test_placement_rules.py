@@ -69,7 +69,11 @@ class Placed:
             forget=self.forgotten.append,
         )
         membership = SimpleNamespace(
-            takers=lambda role: [], stalled=frozenset, link=self._link, open_links=list
+            takers=lambda role: [],
+            stalled=frozenset,
+            link=self._link,
+            open_links=list,
+            missing_roles=lambda: [] if self.has_pair else ["decode"],
         )
         config = ServeConfig(Path("m"), "127.0.0.1:1", **self.config)
         owner = SimpleNamespace(
@@ -252,7 +256,8 @@ def test_what_waited_to_be_admitted_counts_while_no_pair_is_there() -> None:
     placed.timers.advance(0.4)
     assert placed.failed == []
     placed.timers.advance(0.2)
-    assert placed.failed == ["waited 2 s for workers that take it"]
+    message = "waited 2 s for workers that take it; no decode worker takes work"
+    assert placed.failed == [message]
 
 
 def test_what_a_cache_had_is_learnt_unless_the_prompt_was_computed_all_the_same() -> None:

@@ -1,11 +1,16 @@
-"""`kvferry up` says defaults, what a role in front of a flag means, and whose flag it refuses."""
+"""`kvferry up` before it starts anything: its help, what it refuses, its token and ports."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serving import up
+from serving.children import Supervisor
+from tests.serving.commands import MODEL
 from tests.serving.test_flags import ROLES
+from transfer import flags
 from transfer.errors import ConfigError
 
 
@@ -28,3 +33,47 @@ def test_what_one_role_refuses_is_told_with_its_name(role: str, tmp_path: Path) 
     given = [f"--model-path={tmp_path}", f"--{role}-dp-size=0"]
     with pytest.raises(ConfigError, match=f"^{role}: --dp-size must be at least 1, got 0$"):
         up.main(given, "kvferry up", ROLES)
+
+
+def _supervisor(monkeypatch: pytest.MonkeyPatch, *given: str) -> Supervisor:
+    """That of `up` with these flags, which starts nothing."""
+    found: list[Supervisor] = []
+    monkeypatch.setattr(up, "supervise", lambda name, own, start: found.append(own))
+    up.main([f"--model-path={MODEL}", "--port=0", *given], "kvferry up", ROLES)
+    return found[0]
+
+
+def test_a_token_of_the_environment_is_that_of_all_that_up_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(flags.TOKEN_ENV, raising=False)
+    made = {_supervisor(monkeypatch)._token for _ in range(2)}
+    assert len(made) == 2
+    monkeypatch.setenv(flags.TOKEN_ENV, "a token of sixteen characters\n")
+    assert _supervisor(monkeypatch)._token == "a token of sixteen characters"
+    monkeypatch.setenv(flags.TOKEN_ENV, "short")
+    with pytest.raises(ConfigError, match="at least 16 characters is needed, got 5"):
+        _supervisor(monkeypatch)
+
+
+@pytest.mark.parametrize(("asked", "refused"), [("-1", True), ("65536", True), ("8998", False)])
+def test_the_registry_listens_where_it_is_told_to(
+    asked: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, found = f"--disaggregation-bootstrap-port={asked}", []
+    if refused:
+        with pytest.raises(ConfigError, match=f"port must be 0 to 65535, got {asked}"):
+            _supervisor(monkeypatch, flag)
+        return
+
+    async def start(spec: Any) -> None:
+        found.append(spec.argv[-1])
+        raise ConfigError("it starts nothing")
+
+    monkeypatch.setattr(up, "supervise", lambda name, own, start: found.append(start))
+    up.main([f"--model-path={MODEL}", "--port=0", flag], "kvferry up", ROLES)
+    own = Supervisor("")
+    monkeypatch.setattr(own, "start", start)
+    with pytest.raises(ConfigError, match="it starts nothing"):
+        asyncio.run(found.pop()(own))
+    assert found == [asked]
