@@ -272,10 +272,14 @@ def plan_memory(
     else took memory. Raises ModelError when fewer than least_pages fit, and MemoryShortage where
     they would fit in most_bytes: the message has the figures and what would help.
     """
+    if exact and wanted_pages < least_pages:
+        raise ModelError(
+            f"--max-total-tokens gives {wanted_pages} pages, one request of full context "
+            f"needs {least_pages}; raise it or lower --context-length"
+        )
     left = budget_bytes - weights_bytes - scratch_bytes
-    fit = max(left // page_bytes, 0)
-    if fit < least_pages or (exact and fit < wanted_pages):
-        need = wanted_pages if exact else least_pages
+    fit, need = max(left // page_bytes, 0), wanted_pages if exact else least_pages
+    if fit < need:
         whole = weights_bytes + scratch_bytes + need * page_bytes
         kind = MemoryShortage if whole <= most_bytes else ModelError
         raise kind(
@@ -283,11 +287,6 @@ def plan_memory(
             f"{_pages(need, page_bytes, num_ranks, num_groups)} do not fit in "
             f"{mib(budget_bytes)}; {_SMALLER if weights_bytes < budget_bytes else _LIGHTER}, or "
             "raise --mem-fraction-static"
-        )
-    if exact and wanted_pages < least_pages:
-        raise ModelError(
-            f"--max-total-tokens gives {wanted_pages} pages, one request of full context "
-            f"needs {least_pages}; raise it or lower --context-length"
         )
     return MemoryPlan(
         budget_bytes,

@@ -63,9 +63,10 @@ def test_weights_alone_above_the_budget_are_refused() -> None:
         plan(weights=200)
 
 
-def test_a_pool_asked_for_that_holds_no_full_context_is_refused() -> None:
+@pytest.mark.parametrize("budget", [100, 59])  # whether or not a full context would fit
+def test_a_pool_asked_for_that_holds_no_full_context_is_refused(budget: int) -> None:
     with pytest.raises(ModelError, match="gives 4 pages, one request of full context needs 5"):
-        plan(wanted=4, exact=True)
+        plan(budget, wanted=4, exact=True)
 
 
 def test_a_plan_reads_as_one_line() -> None:
