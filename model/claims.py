@@ -43,11 +43,12 @@ def locked(file: IO[bytes] | int, wait_s: float) -> bool:
     False if another process holds it for longer than wait_s; true where there is no telling.
     """
     pause = threading.Event()
-    for _ in range(int(wait_s / _PAUSE_S) + 1):
+    for pauses_left in range(int(wait_s / _PAUSE_S), -1, -1):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pause.wait(_PAUSE_S)
+            if pauses_left:
+                pause.wait(_PAUSE_S)
         except OSError as error:
             log.info("a file cannot be locked: %s", error)
             return True

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from model import executables, fingerprint
-from model.claims import claimed
+from model import claims, executables, fingerprint
+from model.claims import claimed, locked
 from model.executables import ExecutableCache
 from model.programs import Program, compile_all
 from tests.model import test_executables
@@ -126,6 +127,21 @@ def test_a_claim_is_waited_for(tmp_path: Path) -> None:
             assert waiting.wait(60)
             assert not later.done()
         assert later.result(timeout=60)
+
+
+@pytest.mark.parametrize(("wait_s", "pauses"), [(0.0, 0), (0.12, 2)])
+def test_whoever_waits_for_a_lock_pauses_no_longer_than_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float, pauses: int
+) -> None:
+    """A worker that asks for memory tries the lock of every other one, while all wait for it."""
+    waits: list[float] = []
+    pause = SimpleNamespace(wait=waits.append)
+    monkeypatch.setattr(claims, "threading", SimpleNamespace(Event=lambda: pause))
+    path = tmp_path / "held"
+    with path.open("ab") as holder, path.open("ab") as other:
+        assert locked(holder, 0.0)
+        assert not locked(other, wait_s)
+    assert waits == [claims._PAUSE_S] * pauses
 
 
 def test_where_nothing_can_be_claimed_nobody_waits(tmp_path: Path) -> None:
