@@ -229,7 +229,7 @@ def test_a_sign_of_life_that_was_asked_for_is_owed_even_if_the_room_ends_meanwhi
         send=asked.append,
         receive_small=lambda: (Frame(Kind.PONG), b""),
     )
-    sender: Any = SimpleNamespace(stall_timeout_s=3.0)
+    sender: Any = SimpleNamespace(stall_timeout_s=3.0, clock=clock)
     lane = TcpLane(sender, "tcp://127.0.0.1:1")
     monkeypatch.setattr(lane, "_send_next", lambda _: None)
 
@@ -261,7 +261,7 @@ def test_a_silent_receiver_is_lost_within_its_time_and_the_time_it_took_bytes_is
 ) -> None:
     asked: list[Any] = []
     connection: Any = SimpleNamespace(wait=lambda _: False, send=asked.append)
-    sender: Any = SimpleNamespace(stall_timeout_s=3.0)
+    sender: Any = SimpleNamespace(stall_timeout_s=3.0, clock=clock)
     lane = TcpLane(sender, "tcp://127.0.0.1:1")
     lane.rooms[1] = 1
     monkeypatch.setattr(lane, "_send_next", lambda _: sent_s or None)
