@@ -93,11 +93,9 @@ def _columns(settings: Fields, method: str) -> dict[str, Any]:
         stored = settings.raw("checkpoint_format", GPTQ)
         method = settings.one_of("checkpoint_format", stored, (GPTQ, GPTQ_V2))
     size = settings.integer("group_size", 128, low=-1)
-    if size in (-1, 0):
-        size = 0
-    elif size % _EACH_COLUMN:
+    if size == 0 or (size > 0 and size % _EACH_COLUMN):
         raise settings.fail("group_size", size, f"a multiple of {_EACH_COLUMN}, or -1 for all")
-    return {"quantization": method, "quantized_block": (1, size)}
+    return {"quantization": method, "quantized_block": (1, max(size, 0))}
 
 
 def codes_of(published: str, asked: str) -> str:

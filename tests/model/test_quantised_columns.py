@@ -209,6 +209,7 @@ def test_an_index_may_be_missing_and_all_inputs_may_be_one_group(tmp_path: Path)
         ("gptq", {"desc_act": True}, "desc_act is True; accepted: false"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; accepted: gptq"),
         ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic is {'-:.*': {}}; accepted: {}"),
+        ("gptq", {"group_size": 0}, "group_size is 0; accepted: a multiple of 8, or -1 for all"),
         ("gptq", {"group_size": "x"}, "group_size is 'x'; accepted: an integer of at least -1"),
     ],
 )
