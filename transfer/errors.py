@@ -88,8 +88,25 @@ class PeerLost(TransferError):
     """The data connection died."""
 
 
+class Refusal(enum.StrEnum):
+    """Why a frame is refused, as it is counted."""
+
+    UNKNOWN_ROOM = "unknown_room"
+    STALE_EPOCH = "stale_epoch"
+    FOREIGN = "foreign"  # another connection feeds the room
+    ORDER = "order"
+    SIZE = "size"
+    OUT_OF_RANGE = "out_of_range"
+    REPLAYED = "replayed"
+    MALFORMED = "malformed"
+
+
 class FrameRefused(TransferError):
     """A frame has a wrong epoch, room, range or order."""
+
+    def __init__(self, reason: Refusal, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
 
 
 class RequestError(KvferryError):

@@ -11,7 +11,7 @@ import numpy as np
 
 from model.config import KVSpec
 from transfer.backend import Frame, Kind, PagesArrived, Source
-from transfer.errors import FrameRefused
+from transfer.errors import FrameRefused, Refusal
 
 
 @dataclass(slots=True)
@@ -146,27 +146,26 @@ class Inbound:
         return feeder in self._owed
 
     def check(self, frame: Frame, feeder: Feeder) -> None:
-        """Check a PAGES, FINISH or CANCEL header.
-
-        Raises FrameRefused; the text before the colon is the reason that is counted.
-        """
+        """Check a PAGES, FINISH or CANCEL header. Raises FrameRefused."""
         expected = self._rooms.get(frame.room)
         if expected is None:
-            raise FrameRefused(f"unknown_room: {frame.room} is not expected here")
+            raise FrameRefused(Refusal.UNKNOWN_ROOM, f"{frame.room} is not expected here")
         if expected.epoch != frame.epoch:
-            raise FrameRefused(f"stale_epoch: {frame.epoch}, this side has {expected.epoch}")
+            raise FrameRefused(
+                Refusal.STALE_EPOCH, f"{frame.epoch}, this side has {expected.epoch}"
+            )
         has_finished = expected.feeders.get(feeder)
         if has_finished is None and not expected.may_be_fed_by(feeder):
-            raise FrameRefused(f"foreign: room {frame.room} is fed by another connection")
+            raise FrameRefused(Refusal.FOREIGN, f"room {frame.room} is fed by another connection")
         # While another node still sends, one that has finished may yet give the room up.
         if expected.finished or (has_finished and frame.kind is not Kind.CANCEL):
-            raise FrameRefused(f"order: {frame.kind.name} after FINISH")
+            raise FrameRefused(Refusal.ORDER, f"{frame.kind.name} after FINISH")
         if expected.spoiled and frame.kind is not Kind.CANCEL:
-            raise FrameRefused("order: the room was refused before")
+            raise FrameRefused(Refusal.ORDER, "the room was refused before")
         if frame.kind is Kind.PAGES:
             self._check_pages(frame, expected)
         elif frame.payload_len:
-            raise FrameRefused(f"size: {frame.kind.name} carries no payload")
+            raise FrameRefused(Refusal.SIZE, f"{frame.kind.name} carries no payload")
         if has_finished is None and not expected.spoiled:
             expected.feeders[feeder] = False
             self._owed[feeder] += 1
@@ -175,21 +174,25 @@ class Inbound:
         end = frame.page_start + frame.num_pages
         if not 0 < frame.num_pages <= expected.num_pages or end > expected.num_pages:
             raise FrameRefused(
-                f"out_of_range: pages {frame.page_start}..{end} of {expected.num_pages} granted"
+                Refusal.OUT_OF_RANGE,
+                f"pages {frame.page_start}..{end} of {expected.num_pages} granted",
             )
         heads_end = frame.dst_start + frame.num_heads
         is_here = frame.dst_shard in expected.shards
         if not is_here or not frame.num_heads or heads_end > self._local_heads:
             raise FrameRefused(
-                f"out_of_range: heads {frame.dst_start}..{heads_end} of shard {frame.dst_shard}, "
-                f"here are shards {list(expected.shards)} of {self._local_heads} heads"
+                Refusal.OUT_OF_RANGE,
+                f"heads {frame.dst_start}..{heads_end} of shard {frame.dst_shard}, "
+                f"here are shards {list(expected.shards)} of {self._local_heads} heads",
             )
         want = frame.num_pages * frame.num_heads * self._head_bytes
         if frame.payload_len != want:
-            raise FrameRefused(f"size: {frame.payload_len} bytes of payload, expected {want}")
+            raise FrameRefused(
+                Refusal.SIZE, f"{frame.payload_len} bytes of payload, expected {want}"
+            )
         came = expected.delivered.find(1, frame.page_start, end) >= 0
         if came or self._overlaps(frame, expected):
-            raise FrameRefused(f"replayed: pages {frame.page_start}..{end} came before")
+            raise FrameRefused(Refusal.REPLAYED, f"pages {frame.page_start}..{end} came before")
 
     def _overlaps(self, frame: Frame, expected: _Expected) -> bool:
         """Whether some of these heads are here already, or pages overlap a run cut differently."""
@@ -287,7 +290,7 @@ class Inbound:
         self._check_num_senders(expected, num_senders, missing)
         is_last = num_senders == 1 or sum(expected.feeders.values()) + 1 >= num_senders
         if is_last and missing:
-            raise FrameRefused(f"order: FINISH with {missing} pages missing")
+            raise FrameRefused(Refusal.ORDER, f"FINISH with {missing} pages missing")
         expected.num_senders = num_senders
         expected.feeders[feeder] = True
         self._settled(feeder)
@@ -302,11 +305,13 @@ class Inbound:
         # Otherwise no further node can come: each sends at least one head of every page.
         if not least <= num_senders <= most:
             raise FrameRefused(
-                f"malformed: FINISH with num_senders {num_senders}, expected {least} to {most}"
+                Refusal.MALFORMED,
+                f"FINISH with num_senders {num_senders}, expected {least} to {most}",
             )
         if expected.num_senders not in (0, num_senders):
             raise FrameRefused(
-                f"malformed: FINISH with num_senders {num_senders}, before {expected.num_senders}"
+                Refusal.MALFORMED,
+                f"FINISH with num_senders {num_senders}, before {expected.num_senders}",
             )
 
     def _new_run(self, num_pages: int, num_shards: int) -> _Run:

@@ -21,7 +21,7 @@ from transfer.backend import (
     Refused,
     SenderLost,
 )
-from transfer.errors import BadMessage, Code, FrameRefused
+from transfer.errors import BadMessage, Code, FrameRefused, Refusal
 from transfer.inbound import Feeder, HeadCopy, Inbound
 from transfer.room import EndedRooms
 
@@ -182,8 +182,8 @@ class Receiver(ABC):
 
     def _refuse(self, feeder: Feeder, frame: Frame, error: FrameRefused | BadMessage) -> None:
         """Count a refusal and tell the sender, whose room is over; ours ends by its own rules."""
-        reason = "malformed" if isinstance(error, BadMessage) else str(error).partition(":")[0]
-        if frame.kind is Kind.CANCEL and reason in ("unknown_room", "order"):
+        reason = error.reason if isinstance(error, FrameRefused) else Refusal.MALFORMED
+        if frame.kind is Kind.CANCEL and reason in (Refusal.UNKNOWN_ROOM, Refusal.ORDER):
             return  # the room is over already, which is what the sender wants
         with self._lock:
             self.counters[f"refused_{reason}"] += 1
@@ -191,7 +191,7 @@ class Receiver(ABC):
         if frame.kind is Kind.CANCEL:
             return  # nobody waits for an answer to it
         # A request that ends early leaves frames on their way: that is no error.
-        level = logging.DEBUG if reason == "unknown_room" else logging.WARNING
+        level = logging.DEBUG if reason is Refusal.UNKNOWN_ROOM else logging.WARNING
         log.log(level, "frame of room %d refused: %s", frame.room, error)
-        code = Code.GONE if reason == "unknown_room" else Code.STALE
+        code = Code.GONE if reason is Refusal.UNKNOWN_ROOM else Code.STALE
         feeder.reply(Frame(Kind.NACK, frame.room), wire.encode(Refused(code.value, str(error))))
