@@ -175,16 +175,24 @@ class Placement:
         pair = generation.pair
         if pair is not None:
             self._router.prefilled(pair)
-            self._router.breakers.succeeded(pair.prefill_key, pair.picked_s)
-            # If the first token ends the request, decode reports nothing: it had granted pages,
-            # but their contents may not have reached it (of_pages is False then).
-            if generation.decoding or generation.finish:
-                self._router.breakers.succeeded(
-                    pair.decode_key, pair.picked_s, of_pages=generation.decoding
-                )
+            self._speak_for(pair, generation)
         generation.refusals = 0
         generation.refused_since_s = None
         generation.avoid = frozenset()
+
+    def _speak_for(self, pair: Pair, generation: Generation) -> None:
+        """Tell the breakers that the pair's workers did well."""
+        breakers, picked_s = self._router.breakers, pair.picked_s
+        if pair.is_local:
+            breakers.succeeded(pair.decode_key, picked_s, of_pages=False)
+            # It will not say whether pages reach the worker: another attempt may try that.
+            breakers.left(pair.decode_key, pair)
+            return
+        breakers.succeeded(pair.prefill_key, picked_s)
+        # If the first token ends the request, decode reports nothing: it had granted pages, but
+        # their contents may not have reached it (of_pages is False then).
+        if generation.decoding or generation.finish:
+            breakers.succeeded(pair.decode_key, picked_s, of_pages=generation.decoding)
 
     def remove(self, generation: Generation, *, tell_workers: bool) -> None:
         """It ended. tell_workers: its room is still alive at the workers, so abort it there."""

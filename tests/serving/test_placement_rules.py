@@ -38,6 +38,9 @@ class Breakers:
     def failed(self, key: Key, picked_s: float, now_s: float, of_pages: bool) -> None:
         self.told.append(("badly", key[0], picked_s, now_s, of_pages))
 
+    def left(self, key: Key, attempt: object) -> None:
+        self.told.append(("left", key[0]))
+
 
 @dataclass
 class Placed:
@@ -60,6 +63,7 @@ class Placed:
         self.failed: list[str] = []
         self.retried: list[str] = []
         self.has_pair = True
+        self.is_local = False
         router = SimpleNamespace(
             breakers=self.breakers,
             pick=self._pick,
@@ -117,7 +121,7 @@ class Placed:
 
     def _pair(self) -> Pair:
         prefill, decode = member(PREFILL, "prefill"), member(DECODE, "decode")
-        return Pair(prefill, decode, 3, self.clock.monotonic_s())
+        return Pair(decode if self.is_local else prefill, decode, 3, self.clock.monotonic_s())
 
     def _pick(self, *args: Any, **_: Any) -> Pair | None:
         self.lengths.append(args[2])
@@ -184,6 +188,17 @@ def test_a_request_that_its_first_token_ends_says_of_decode_that_it_granted_page
     generation = placed.begun()
     tell(placed, generation, 1, finish=wire.STOP)
     assert [told[1::2] for told in placed.breakers.told] == [(PREFILL, True), (DECODE, False)]
+
+
+def test_a_prompt_that_decode_computes_itself_says_nothing_of_pages() -> None:
+    placed = Placed()
+    placed.is_local = True
+    generation, picked_s = placed.begun(), placed.clock.monotonic_s()
+    tell(placed, generation, 1)
+    # While it goes on, others may try whether pages come through.
+    assert placed.breakers.told == [("well", DECODE, picked_s, False), ("left", DECODE)]
+    tell(placed, generation, 1)
+    assert len(set(placed.breakers.told)) == 2
 
 
 def test_workers_that_failed_are_avoided_until_a_token_comes() -> None:
