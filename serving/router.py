@@ -67,15 +67,16 @@ def _places_of(members: Sequence[wire.Member], rank: int) -> list[Place]:
     """The places of these workers.
 
     Every rank of a decode worker is a place. A prefill worker is one place, unless a rank is
-    dictated: it chooses the rank itself, late, by loads that only it knows.
+    dictated: it chooses the rank itself, late, by loads that only it knows. A worker with only one
+    rank is the same place whether that rank is dictated or not.
     """
     places = []
     for member in members:
-        if rank >= 0 or (member.info.role == "decode" and member.info.dp_size > 1):
+        if member.info.dp_size == 1 or (member.info.role == "prefill" and rank < 0):
+            places.append(Place(member, -1, member.load))
+        else:
             ranks = range(member.info.dp_size) if rank < 0 else (rank,)
             places += [Place(member, at, _load_of(member, at)) for at in ranks]
-        else:
-            places.append(Place(member, -1, member.load))
     return places
 
 
@@ -106,7 +107,7 @@ class Pair:
     picked_s: float  # monotonic
     num_uncached: int = 0  # of these tokens, those that are expected to be computed
     use: Use | None = None  # of `cache`, until it is settled
-    prefill_rank: int = -1  # dictated; -1: prefill chooses
+    prefill_rank: int = -1  # dictated; -1: prefill chooses, or has only one
     decode_rank: int = -1  # -1: there is only one
     prefill_charged: bool = True
     decode_charged: bool = True

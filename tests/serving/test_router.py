@@ -406,9 +406,13 @@ def picked_ranks(router: Router, decodes, num_picks: int) -> list[tuple[str, int
     return [(pair.decode.info.worker_id, pair.decode_rank) for pair in pairs]
 
 
-def test_a_lone_rank_is_not_named():
-    pair = pick(Router("least_load"), [P], [D], 1, 0.0)
-    assert (pair.prefill_rank, pair.decode_rank) == (-1, -1)
+def test_requests_for_a_lone_rank_count_as_all_others_of_its_worker():
+    router, two = Router("least_load"), [member("a"), member("b")]
+    for ranks, expected in ((Ranks(0, 0), "a"), (Ranks(), "b"), (Ranks(0, 0), "a")):
+        pair = router.pick([P], two, 1, 0.0, ranks=ranks)
+        assert pair is not None
+        assert (pair.prefill_rank, pair.decode_rank) == (-1, -1)
+        assert pair.decode.info.worker_id == expected
 
 
 def test_least_load_takes_the_freest_rank_of_all_workers():
@@ -468,7 +472,7 @@ def test_a_dictated_rank_goes_to_a_worker_that_has_it():
         assert (pair.decode.info.worker_id, pair.decode_rank) == ("d", 2)
     pair = router.pick(prefills, decodes, 1, 0.0, ranks=Ranks(prefill=0))
     assert pair is not None
-    assert (pair.prefill.info.worker_id, pair.prefill_rank) == ("a", 0)
+    assert (pair.prefill.info.worker_id, pair.prefill_rank) == ("a", -1)  # its only one
 
 
 def test_a_dictated_rank_is_waited_for_while_no_worker_has_it():
