@@ -95,18 +95,18 @@ class BodyWriter:
     """Puts chunks of a response's body on its connection, past the server's `send`.
 
     The caller may write only while `ready`, and while the server's response is between two messages
-    of a chunked body. server: what the server writes to. has_stream: the response is an
-    EventStream, which decides for itself how long its client may read nothing.
+    of a chunked body. server: what the server writes to. stream: the response that is written now,
+    if it is an EventStream, which decides for itself how long its client may read nothing.
     """
 
-    __slots__ = ("_borrower", "_slot", "has_stream", "ready", "server", "write")
+    __slots__ = ("_borrower", "_slot", "ready", "server", "stream", "write")
 
     def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
         """linger_s: as of ServerTransport."""
         self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
         self.server = ServerTransport(transport, linger_s)
         self.ready = True  # the client is connected, and no write waits for it
-        self.has_stream = False
+        self.stream: object = None
         self._borrower: Borrower | None = None
         self._slot = -1
 

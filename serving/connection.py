@@ -329,7 +329,7 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
         if self._writer is not None:
             self._writer.hinder()
-            if not self._writer.has_stream:
+            if self._writer.stream is None:
                 self._watch_unread()
 
     def resume_writing(self) -> None:
@@ -350,7 +350,7 @@ class Connection(HttpToolsProtocol):
         due = self._running if self._answering is not None else None
         # An answer by HTTP/1.0 is the only one of its connection, and may be a stream.
         has_others = due is not None and due.scope["http_version"] != "1.0"
-        is_watched = has_others and self._writer is not None and not self._writer.has_stream
+        is_watched = has_others and self._writer is not None and self._writer.stream is None
         if is_watched and self.transport.get_write_buffer_size() >= num_unread:
             self.transport.abort()
         else:

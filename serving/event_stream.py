@@ -116,7 +116,7 @@ class EventStream:
         self._send_body = cast(_DrivenSend, send_body)
         self.body_writer = body_writer
         if body_writer is not None:
-            body_writer.has_stream = True
+            body_writer.stream = self
         self._headers = headers
         self._outbox = outbox
         self._timers = timers
@@ -226,8 +226,9 @@ class EventStream:
     def close(self) -> None:
         """Nobody reads any more. What is queued is dropped."""
         self._close(None)
-        if self.body_writer is not None:
-            self.body_writer.has_stream = False
+        # If its client had sent the next request already, that one's stream may have begun.
+        if self.body_writer is not None and self.body_writer.stream is self:
+            self.body_writer.stream = None
         self._disarm()
         self._queue.clear()
         self._places.clear()

@@ -311,6 +311,17 @@ async def test_closing_cancels_a_send_that_waits() -> None:
 # --- tokens -> events ---
 
 
+async def test_a_stream_that_closes_late_leaves_its_connection_to_the_one_behind_it() -> None:
+    first = Bench()
+    writer = first.wire.writer
+    first.write(b"end", last=True)
+    behind = Bench(first.wire)
+    first.stream.close()
+    assert writer.stream is behind.stream
+    behind.stream.close()
+    assert writer.stream is None
+
+
 async def test_a_chat_stream_opens_with_the_role_and_ends_with_reason_usage_and_done() -> None:
     run = Streaming([asked()], include_usage=True)
     sink = run.answer.sinks[0]
