@@ -149,7 +149,6 @@ def test_a_call_of_hy3_that_cannot_be_read_stays_as_it_was_written(wrong: str) -
     assert read.calls in ((), (OTHER,))
 
 
-ALL = [ERNIE, HUNYUAN, CALLING, HY, HY_PLAIN]
 PARTS = st.sampled_from(
     [
         "<think>", "</think>", "<answer>", "</answer>", "<response>", "</response>", "助手：",
