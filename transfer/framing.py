@@ -113,7 +113,9 @@ class Connection:
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(OSError):  # the peer has closed it already
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                    # Not SSLSocket's: the owning thread would go on without TLS, and take what
+                    # has come by then for frames.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def try_send(self, data: bytes | bytearray) -> bool:
         """Send a small frame if that needs no waiting. False: nothing was sent.

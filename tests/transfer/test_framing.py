@@ -16,6 +16,8 @@ from transfer.checks import MAX_TIMEOUT_S
 from transfer.clock import ManualClock
 from transfer.errors import ConfigError, PeerLost
 from transfer.framing import Connection
+from transfer.handshake import client_context, server_context
+from transfer.rpc import Security
 
 Pair = tuple[Connection, Connection]
 
@@ -116,6 +118,27 @@ def test_nothing_can_be_sent_on_a_connection_that_is_closed_or_lost(pair: Pair) 
         mine.receive()
     mine.close()
     assert not mine.try_send(a_frame(1))
+
+
+def test_what_came_by_tls_before_a_shutdown_is_still_read_by_tls(tls_security: Security) -> None:
+    """Otherwise a receiver that closes amid pages would call its sender's bytes damaged."""
+    context = server_context(tls_security), client_context(tls_security)
+    assert context[0] is not None
+    assert context[1] is not None
+    left, right = socket.socketpair()
+    right = context[0].wrap_socket(right, server_side=True, do_handshake_on_connect=False)
+    shaking = threading.Thread(target=right.do_handshake)
+    shaking.start()
+    left = context[1].wrap_socket(left, server_hostname="localhost")
+    shaking.join(PATIENCE_S)
+    mine, theirs = Connection(right, PATIENCE_S), Connection(left, PATIENCE_S)
+    with contextlib.closing(mine), contextlib.closing(theirs):
+        theirs.send_whole(a_frame(1))
+        assert mine.wait(PATIENCE_S)
+        mine.shutdown()
+        assert rooms_of(mine, 1) == [1]
+        with pytest.raises(PeerLost):
+            mine.receive()
 
 
 def test_frames_that_follow_at_once_are_waited_for_as_others(pair: Pair) -> None:
