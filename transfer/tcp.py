@@ -362,6 +362,7 @@ class TcpFeeder:
         self.connection: Connection | None = None
         self._closing = False
         self._heard_s = 0.0
+        self._reads = False  # a frame: then it looks what there is to send before it waits
         self.in_use = False
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
@@ -371,9 +372,12 @@ class TcpFeeder:
             self.wake()
 
     def wake(self) -> None:
-        """Have the thread send what there is to send (any thread)."""
-        connection = self.connection
-        if connection is not None and threading.current_thread() is not self.thread:
+        """Have the thread send what there is to send (any thread).
+
+        The thread itself, too: a garbage collection may free slots when it is about to wait.
+        """
+        connection, is_own = self.connection, threading.current_thread() is self.thread
+        if connection is not None and not (is_own and self._reads):
             connection.wake()
 
     def close(self) -> None:
@@ -425,7 +429,9 @@ class TcpFeeder:
             connection.send(*self.replies.popleft())
         self.before_waiting(connection)
         if connection.has_more or self._awaited(connection):
+            self._reads = True
             self._read(connection)
+            self._reads = False
 
     def _awaited(self, connection: Connection) -> bool:
         """Wait for a frame; whether one is there. Raises PeerLost if one is owed for too long."""

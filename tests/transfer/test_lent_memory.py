@@ -14,7 +14,7 @@ from tests.transfer.shm_ends import OpenEnds, deliver, wait_until
 from tests.transfer.test_prefix_cache import cached_prompt, filled, ids
 from transfer.backend import Finished, Frame, Kind, PagesArrived, ReceiverEvent, Source
 from transfer.errors import BadMessage
-from transfer.inbound import Inbound
+from transfer.inbound import Feeder, Inbound
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.shm import ShmReceiver
@@ -99,9 +99,11 @@ def test_enough_memory_is_enough_for_pages_of_any_size() -> None:
     assert shape == SlotShape(64 << 20, 8)  # two runs are read while two are written
 
 
-def test_memory_that_is_given_back_by_another_thread_is_told_at_once(
-    open_shm_ends: OpenEnds,
+@pytest.mark.parametrize("by_its_own", [False, True])
+def test_memory_that_any_thread_gives_back_is_told_at_once(
+    open_shm_ends: OpenEnds, monkeypatch: pytest.MonkeyPatch, by_its_own: bool
 ) -> None:
+    """A garbage collection, in which jaxlib gives it back, comes in the connection's thread too."""
     kept: list[list[np.ndarray]] = []
     done: list[int] = []
     ends = open_shm_ends(stall_timeout_s=LONG_S)
@@ -124,12 +126,22 @@ def test_memory_that_is_given_back_by_another_thread_is_told_at_once(
         2 * FRAME_BYTES,
     )
     ends.address = receiver.start()
+    is_busy = receiver.busy
+
+    def about_to_wait(feeder: Feeder) -> bool:
+        if len(kept) == 2:
+            kept.clear()
+        return is_busy(feeder)
+
     with contextlib.closing(receiver):
         receiver.expect(1, 1, 3)
+        if by_its_own:
+            monkeypatch.setattr(receiver, "busy", about_to_wait)
         ends.send_room(1, logical_pages(3), runs_of=1)
-        wait_until(lambda: len(kept) == 2)
-        assert not done
-        kept.clear()
+        if not by_its_own:
+            wait_until(lambda: len(kept) == 2)
+            assert not done
+            kept.clear()
         wait_until(lambda: len(kept) == 1 and done == [1])
 
 
