@@ -52,13 +52,15 @@ async def watch(timeout_s: float, *progress: Callable[[], int]) -> None:
         return
     seen: list[int | None] = [None] * len(progress)
     with _stderr_that_waits_for_nobody() as stderr:
-        ender = _Ender(timeout_s, stderr)
+        ender, is_set = _Ender(timeout_s, stderr), False
         try:
             while True:
                 now = [number() for number in progress]
-                all_new = all(new != old for new, old in zip(now, seen, strict=True))
-                if all_new and _is_set(timeout_s * _LATER, stderr) and ender.put_off():
-                    seen = [*now]
+                if all(new != old for new, old in zip(now, seen, strict=True)):
+                    is_set = False
+                    if ender.put_off():
+                        seen = [*now]
+                is_set = is_set or _is_set(timeout_s * _LATER, stderr)
                 await asyncio.sleep(timeout_s / _LOOKS)
         finally:
             ender.stop()
@@ -134,5 +136,5 @@ def _is_set(timeout_s: float, stderr: int) -> bool:
 
 def _cannot_watch(error: RuntimeError) -> bool:
     """It has as many threads as it may."""
-    log.warning("nobody watches whether this process stands still: %s; trying again", error)
+    log.warning("this process may stand still and not be ended: %s; trying again", error)
     return False

@@ -13,6 +13,7 @@ import pytest
 from prefill.config import PrefillConfig
 from tests.transfer.children import ROOT
 from transfer import watchdog
+from transfer.clock import ManualClock
 from transfer.errors import ConfigError
 
 _TIMEOUT_S = 0.5
@@ -191,6 +192,34 @@ async def test_a_timer_that_cannot_be_set_is_tried_again(monkeypatch: pytest.Mon
     await asyncio.wait({task, trying}, return_when=asyncio.FIRST_COMPLETED, timeout=_PATIENCE_S)
     assert is_set.is_set(), task
     task.cancel()
+
+
+async def test_a_process_that_is_well_goes_on_while_its_timer_cannot_be_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, looks, is_over = ManualClock(), count(), asyncio.Event()
+    ended: list[object] = []
+
+    def progress() -> int:
+        clock.advance(0.004)
+        look = next(looks)
+        if look == 50:
+            is_over.set()
+        return look
+
+    def set_or_raise(_: float, **__: object) -> None:
+        if clock.monotonic_s() > begun_s + 0.005:  # all but the first
+            raise RuntimeError("unable to start watchdog thread")
+
+    begun_s = clock.monotonic_s()
+    monkeypatch.setattr(watchdog, "SYSTEM_CLOCK", clock)
+    monkeypatch.setattr(watchdog, "_end_process", lambda *_: ended.append("ended"))
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", set_or_raise)
+    task = asyncio.create_task(watchdog.watch(0.01, progress))
+    await asyncio.wait_for(is_over.wait(), _PATIENCE_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert ended == []
 
 
 async def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
