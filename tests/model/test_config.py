@@ -122,7 +122,7 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
         (QWEN2, {"torch_dtype": "int8"}, "torch_dtype is 'int8'; accepted: float32, bfloat16"),
         (QWEN2, {"eos_token_id": "end"}, "eos_token_id is 'end'; accepted: a token id"),
         (QWEN2, {"eos_token_id": [2, 1 << 31]}, "eos_token_id is [2, 2147483648]; accepted: a to"),
-        (QWEN2, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is 'gptq'"),
+        (QWEN2, {"quantization_config": {"quant_method": "hqq"}}, "quantization_config is 'hqq'"),
         (QWEN2, {"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type is 'su'; accepted"),
         (QWEN2, {"rope_theta": 0}, "rope_theta is 0.0; accepted: a finite number above 0"),
         (QWEN2, {"rope_theta": -1.0}, "rope_theta is -1.0; accepted: a finite number"),

@@ -164,8 +164,8 @@ def test_gpt_oss_without_attention_bias_has_none(tmp_path: Path) -> None:
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; accepted: \"softmax\""),
         ({"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0; accepted: 1.0"),
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config is 'awq'; accepted: fp8, mxfp4, compressed-tensors, or null",
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quantization_config is 'hqq'; accepted: fp8, mxfp4, compressed-tensors, awq, gptq, or",
         ),
         ({"quantization_config": {}}, "quantization_config: quant_method is missing"),
         ({"quantization_config": "mxfp4"}, "quantization_config is 'mxfp4'; accepted: an object"),
@@ -214,8 +214,8 @@ def test_what_is_not_computed_of_gpt_oss_is_refused_in_one_line(
         ({"layer_types": [FULL, SLIDING, FULL]}, "layer_types is ['full_attention', 'sliding_att"),
         ({"quantization_config": MXFP4}, "quantization_config is 'mxfp4'; accepted: fp8, compr"),
         (
-            {"quantization_config": FP8 | {"weight_block_size": None}},
-            "quantization_config: weight_block_size is None; accepted: rows and columns of a block",
+            {"quantization_config": FP8 | {"weight_block_size": 128}},
+            "quantization_config: weight_block_size is 128; accepted: rows and columns of a block",
         ),
         (
             {"quantization_config": FP8 | {"weight_block_size": [128]}},
@@ -304,7 +304,7 @@ GROUPS = {"topk_method": "group_limited_greedy"}
         (
             QWEN3,
             {"quantization_config": MXFP4},
-            "quantization_config is 'mxfp4'; accepted: fp8, compressed-tensors, or",
+            "quantization_config is 'mxfp4'; accepted: fp8, compressed-tensors, awq, gptq, or",
         ),
     ],
 )
