@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32, Int8, Int32
 
 from model.errors import ModelError
-from model.quantised_pairs import Quantised, nibble_pairs
+from model.quantised_pairs import Quantised, columns_of, nibble_pairs
 
 _EACH: Final = 8  # values of a word
 _AT_ONCE: Final = 128  # inputs, where all of them are one group
@@ -35,12 +35,7 @@ class _Columns(Quantised):
 
     def __init__(self, folder: Path, block: tuple[int, int]) -> None:
         """block: 1, and the inputs that share a scale; 0 means all."""
-        rows, self._group = block
-        if rows != 1 or self._group % _EACH:
-            accepted = f"a multiple of {_EACH} columns of one row"
-            raise ModelError(
-                f"{folder}: quantised in blocks of {list(block)}, accepted: {accepted}"
-            )
+        self._group = columns_of(folder, block, _EACH)
         super().__init__(folder)
 
     @abstractmethod

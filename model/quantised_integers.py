@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from model.errors import ModelError
-from model.quantised_pairs import Quantised, nibble_pairs
+from model.quantised_pairs import Quantised, columns_of, nibble_pairs
 
 _WORD: Final = 4  # bytes
 _TILE: Final = 64
@@ -36,12 +36,7 @@ class _Integers(Quantised):
 
     def __init__(self, folder: Path, block: tuple[int, int]) -> None:
         """block: 1, and the columns of a row that share a scale; with eight bits, 0 means all."""
-        rows, self._group = block
-        if rows != 1 or self._group % self._EACH:
-            accepted = f"a multiple of {self._EACH} columns of one row"
-            raise ModelError(
-                f"{folder}: quantised in blocks of {list(block)}, accepted: {accepted}"
-            )
+        self._group = columns_of(folder, block, self._EACH)
         super().__init__(folder)
 
     @abstractmethod

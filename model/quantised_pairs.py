@@ -155,6 +155,15 @@ class Quantised(Checkpoint, ABC):
         return super()._at(name)
 
 
+def columns_of(folder: Path, block: tuple[int, int], each: int) -> int:
+    """The columns of one row that share a scale; 0: all. each: as many lie in one stored entry."""
+    rows, columns = block
+    if rows != 1 or columns % each:
+        accepted = f"a multiple of {each} columns of one row"
+        raise ModelError(f"{folder}: quantised in blocks of {list(block)}, accepted: {accepted}")
+    return columns
+
+
 def nibble_pairs(values: np.ndarray) -> np.ndarray:
     """For every byte, the values of its lower and its upper four bits, as one number; flat.
 

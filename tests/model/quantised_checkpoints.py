@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -10,10 +11,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from model.config import ModelConfig
-from model.sharding import Dims
+from model.sharding import Dims, make_mesh
 from model.tensors import param_sources
+from model.transformer import Model
+from model.weights import load_params
 from tests.model.checkpoints import golden_config, write_config
-from tests.model.harness import GOLDENS
+from tests.model.harness import GOLDENS, Golden, Harness
 
 Tensors = dict[str, np.ndarray]
 
@@ -218,3 +221,47 @@ def fp8_pair(
         write_config(quantised, config | {"quantization_config": fp8}) / "model.safetensors",
     )
     return quantised, plain
+
+
+def pair_of(
+    store: Callable[[str, np.ndarray], tuple[Tensors, np.ndarray]],
+    said: dict[str, Any],
+    folders: tuple[Path, Path],
+) -> tuple[Path, Path]:
+    """A network of experts with every projection quantised, and its plain twin.
+
+    store(name, values): the tensors that stand for a weight, and the values that they represent.
+    said: what config.json says of them.
+    """
+    quantised, plain = folders
+    tensors = _golden_tensors("qwen3_moe")
+    packed = dict(tensors)
+    for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
+        own, tensors[name] = store(name, packed.pop(name))
+        packed |= own
+    config = golden_config("qwen3_moe")
+    save_file(tensors, write_config(plain, config) / "model.safetensors")
+    save_file(packed, write_config(quantised, config | said) / "model.safetensors")
+    return quantised, plain
+
+
+def check_parameters(pair: tuple[Path, Path], mesh: tuple[int, int]) -> None:
+    """Both networks have the same parameters in float32."""
+    own, plain = (
+        load_params(x, Model.create(ModelConfig.from_dir(x), make_mesh(*mesh), "float32", 16))
+        for x in pair
+    )
+    assert str(jax.tree.structure(own)) == str(jax.tree.structure(plain))
+    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
+        assert (np.asarray(one) == np.asarray(other)).all()
+
+
+def check_tokens(pair: tuple[Path, Path], codes: str) -> None:
+    """The quantised network generates the same, of codes, as its plain twin."""
+    quantised, plain = pair
+    prompts = list(Golden("qwen3_moe").prompts.values())[:3]
+    coded = Harness(quantised, coded=codes)
+    assert coded.model.dims.coded
+    for one, other in zip(coded.run(prompts, 8), Harness(plain).run(prompts, 8), strict=True):
+        assert one.ids == other.ids
+        assert np.abs(one.logits - other.logits).max() < 2e-4

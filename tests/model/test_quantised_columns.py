@@ -3,24 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from model.config import ModelConfig
 from model.errors import ModelError
 from model.quantised import open_checkpoint
 from model.quantised_pairs import Quantised
-from model.sharding import make_mesh
-from model.transformer import Model
-from model.weights import load_params
-from tests.model.checkpoints import QWEN2, golden_config, read_config, refusal, write_config
-from tests.model.harness import GOLDENS, Golden, Harness
-from tests.model.quantised_checkpoints import Tensors
+from tests.model.checkpoints import QWEN2, read_config, refusal
+from tests.model.quantised_checkpoints import Tensors, check_parameters, check_tokens, pair_of
 
 STEM = "model.layers.0.self_attn.q_proj."
 WEIGHT, WORDS, ZEROS, SCALES, INDEX = (
@@ -226,40 +220,24 @@ def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
     """A network with every projection in four bits, and its plain twin."""
-    quantised, plain = tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("float32")
-    tensors = load_file(GOLDENS / "qwen3_moe" / "model" / "model.safetensors")
-    packed = dict(tensors)
-    for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
-        own, tensors[name] = _stored(request.param, packed.pop(name), 8)
-        packed |= {name.removesuffix("weight") + end: tensor for end, tensor in own.items()}
-    config = golden_config("qwen3_moe")
-    save_file(tensors, write_config(plain, config) / "model.safetensors")
-    said = write_config(quantised, config | _said(request.param, 8))
-    save_file(packed, said / "model.safetensors")
-    return quantised, plain
+
+    def store(name: str, values: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        own, whole = _stored(request.param, values, 8)
+        return {name.removesuffix("weight") + end: tensor for end, tensor in own.items()}, whole
+
+    folders = tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("float32")
+    return pair_of(store, _said(request.param, 8), folders)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
 def test_parameters_are_the_values_stored_in_float32(
     pair: tuple[Path, Path], mesh: tuple[int, int]
 ) -> None:
-    own, plain = (
-        load_params(x, Model.create(ModelConfig.from_dir(x), make_mesh(*mesh), "float32", 16))
-        for x in pair
-    )
-    assert str(jax.tree.structure(own)) == str(jax.tree.structure(plain))
-    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
-        assert (np.asarray(one) == np.asarray(other)).all()
+    check_parameters(pair, mesh)
 
 
 @pytest.mark.parametrize("codes", ["fp8", "int8"])
 def test_a_network_of_codes_generates_what_its_values_do(
     pair: tuple[Path, Path], codes: str
 ) -> None:
-    quantised, plain = pair
-    prompts = list(Golden("qwen3_moe").prompts.values())[:3]
-    coded = Harness(quantised, coded=codes)
-    assert coded.model.dims.coded
-    for one, other in zip(coded.run(prompts, 8), Harness(plain).run(prompts, 8), strict=True):
-        assert one.ids == other.ids
-        assert np.abs(one.logits - other.logits).max() < 2e-4
+    check_tokens(pair, codes)

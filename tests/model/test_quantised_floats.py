@@ -3,22 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from model.config import ModelConfig
 from model.errors import ModelError
 from model.quantised import open_checkpoint
 from model.quantised_pairs import Quantised
-from model.sharding import make_mesh
-from model.transformer import Model
-from model.weights import load_params
-from tests.model.checkpoints import golden_config, write_config
-from tests.model.harness import GOLDENS, Golden, Harness
-from tests.model.quantised_checkpoints import Tensors, as_fp8
+from tests.model.quantised_checkpoints import (
+    Tensors,
+    as_fp8,
+    check_parameters,
+    check_tokens,
+    pair_of,
+)
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 SCALE, INPUT_SCALE = f"{WEIGHT}_scale", "model.layers.0.self_attn.q_proj.input_scale"
@@ -108,36 +107,21 @@ def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
     """A network with every projection in fp8, and its plain twin."""
-    quantised, plain = tmp_path_factory.mktemp("fp8"), tmp_path_factory.mktemp("float32")
-    tensors = load_file(GOLDENS / "qwen3_moe" / "model" / "model.safetensors")
-    packed = dict(tensors)
-    for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
-        packed[name], packed[f"{name}_scale"], tensors[name] = _as(request.param, tensors[name])
-    config = golden_config("qwen3_moe")
-    save_file(tensors, write_config(plain, config) / "model.safetensors")
-    said = write_config(quantised, config | _said(request.param))
-    save_file(packed, said / "model.safetensors")
-    return quantised, plain
+
+    def store(name: str, values: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        stored, scales, whole = _as(request.param, values)
+        return {name: stored, f"{name}_scale": scales}, whole
+
+    folders = tmp_path_factory.mktemp("fp8"), tmp_path_factory.mktemp("float32")
+    return pair_of(store, _said(request.param), folders)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
 def test_parameters_are_the_products_stored_in_float32(
     pair: tuple[Path, Path], mesh: tuple[int, int]
 ) -> None:
-    own, plain = (
-        load_params(x, Model.create(ModelConfig.from_dir(x), make_mesh(*mesh), "float32", 16))
-        for x in pair
-    )
-    assert str(jax.tree.structure(own)) == str(jax.tree.structure(plain))
-    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
-        assert (np.asarray(one) == np.asarray(other)).all()
+    check_parameters(pair, mesh)
 
 
 def test_a_network_of_codes_generates_what_their_products_do(pair: tuple[Path, Path]) -> None:
-    quantised, plain = pair
-    prompts = list(Golden("qwen3_moe").prompts.values())[:3]
-    coded = Harness(quantised, coded=True)
-    assert coded.model.dims.coded
-    for one, other in zip(coded.run(prompts, 8), Harness(plain).run(prompts, 8), strict=True):
-        assert one.ids == other.ids
-        assert np.abs(one.logits - other.logits).max() < 2e-4
+    check_tokens(pair, "fp8")
