@@ -219,13 +219,14 @@ class Supervisor:
                 return
             if child.spec.is_worker and code == 0:
                 told = f"{name} has left, as it was told: it is not started again"
-                role = child.spec.argv[0]
-                if any(other.spec.argv[0] == role for other in self._children):
+                role, mates = child.spec.argv[0], self._group_of(child)
+                others = [other for other in self._children if other.spec.argv[0] == role]
+                if len(others) > len(mates):
                     log.info("%s", told)
                 else:
                     log.warning("%s, and up has no other %s worker", told, role)
                 self._left.add(child.spec.group)
-                for other in self._group_of(child):  # they would wait for it
+                for other in mates:  # they would wait for it
                     with contextlib.suppress(ProcessLookupError):
                         other.process.terminate()
                 return
