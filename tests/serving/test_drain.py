@@ -74,6 +74,7 @@ def test_workers_leave_under_load_then_all_of_it_and_no_request_notices(cluster:
             stop.set()
         assert sum(future.result() for future in asked) >= len(want)
     assert cluster.log.read_text().count("drained: 0 rooms, 0 pages held") == 2
+    assert "up has no other" not in cluster.log.read_text()
     assert sorted(worker["role"] for worker in cluster.settled()) == ["decode", "prefill"]
     assert 'kvferry_retries_total{reason="peer_lost"}' not in cluster.http.get("/metrics").text
     # Those that are left serve on, until all are told to leave.

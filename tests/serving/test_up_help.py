@@ -1,13 +1,14 @@
-"""`kvferry up` before it starts anything: its help, what it refuses, its token and ports."""
+"""`kvferry up`: its help, what it refuses, its token and ports, and a last worker that leaves."""
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serving import up
-from serving.children import Supervisor
+from serving.children import ChildSpec, Supervisor
 from tests.serving.commands import MODEL
 from tests.serving.test_flags import ROLES
 from transfer import flags
@@ -77,3 +78,29 @@ def test_the_registry_listens_where_it_is_told_to(
     with pytest.raises(ConfigError, match="it starts nothing"):
         asyncio.run(found.pop()(own))
     assert found == [asked]
+
+
+@pytest.mark.parametrize(
+    ("others", "is_last"),
+    [([], True), (["prefill-0"], True), (["decode-0.1"], True), (["decode-1"], False)],
+)
+def test_the_last_worker_of_a_role_that_leaves_is_a_warning(
+    others: list[str], is_last: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ended() -> int:
+        return 0
+
+    def child(name: str) -> Any:
+        number = name.partition(".")[0]
+        spec = ChildSpec(name, (name.partition("-")[0],), is_worker=True, group=number)
+        told = SimpleNamespace(terminate=lambda: None)
+        return SimpleNamespace(spec=spec, ended=ended, served_s=1.0, process=told)
+
+    own, leaves = Supervisor(""), child("decode-0")
+    own._children = [leaves, *map(child, others)]
+    with caplog.at_level("INFO"):
+        asyncio.run(own.watch(leaves))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("decode-0 has left, as it was told")
+    assert record.getMessage().endswith("up has no other decode worker") == is_last
+    assert record.levelname == ("WARNING" if is_last else "INFO")
